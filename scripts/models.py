@@ -41,10 +41,10 @@ from rl.system.errors import RunError
 from rl.trainer.data.balance import Layout
 from rl.trainer.data.fake import make_sample
 from rl.trainer.data.packing import pack
-from rl.trainer.model.alone import MODEL_ERRORS, describe
+from rl.trainer.model.head import mode_of, score
 from rl.trainer.model.lora import target_layers
-from rl.trainer.model.policy import assemble, load_policy, mode_of, score
-from rl.trainer.model.selftest import Candidate, choose_mode
+from rl.trainer.model.policy import load_policy
+from rl.trainer.model.selftest import MODEL_ERRORS, describe
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.messages import TrainBatch
 
@@ -198,12 +198,11 @@ def trained(
     return [torch.tensor([value for _, value in sorted(values)]) for values in found], gradients
 
 
-def differences(folder: str, config: ModelConfig, world: World) -> tuple[float, float, str]:
+def differences(folder: str, model: PreTrainedModel, world: World) -> tuple[float, float, str]:
     """Largest difference of log-probabilities and of gradients, and the kinds of layers that
     adapters go on."""
     batch = samples()
     logprobs, gradients = plain(folder, batch)
-    model = load_policy(folder, config, TrainerConfig(), world)
     targets = sorted({name.rpartition(".")[2] for name in target_layers(model, "all-linear")[0]})
     own_logprobs, own = trained(model, batch, world)
     worst = max(float((a - b).abs().max()) for a, b in zip(logprobs, own_logprobs, strict=True))
@@ -228,20 +227,19 @@ def measure(family: str, world: World) -> Row:
             return Row(family, "-", reason=describe(error))
         config = ModelConfig(name=family, dtype="float32", max_model_len=MAX_LEN)
         try:
-            choice = choose_mode(
-                Candidate(folder, config, TrainerConfig(), world, False, assemble, score)
-            )
+            with redirect_stderr(io.StringIO()) as said:
+                model = load_policy(folder, config, TrainerConfig(), world)
         except RunError as error:
             return Row(
                 family,
                 "-" if "cannot be computed alone" in str(error) else "refused",
                 reason=str(error),
             )
-        because = choice.note.partition("because of ")[2].rpartition("; differs")[0]
+        because = said.getvalue().partition("; rejected ")[2].rpartition("; differs")[0]
         try:
-            return Row(family, choice.mode, *differences(folder, config, world), because)
+            return Row(family, mode_of(model), *differences(folder, model, world), because)
         except MODEL_ERRORS as error:
-            return Row(family, "fails", reason=f"{choice.mode}: {describe(error)}")
+            return Row(family, "fails", reason=f"{mode_of(model)}: {describe(error)}")
 
 
 def served() -> set[str]:
@@ -506,7 +504,7 @@ def measure_all(found: Found, again: Collection[str]) -> None:
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=lambda name: (not archs & names_of(name), name)
     )
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache  # models are tested anew
+        os.environ["XDG_CACHE_HOME"] = cache
         for some in (names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)):
             for family in (
                 name

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.wire.inference_client import InferenceServers
-from rl.wire.rollouts import Rollout, Split, Turn
+from rl.wire.rollouts import Rollout, Split
 from rl.wire.worker_messages import Ready, ServerSet, WorkerSetup
 
 TASKS = 24
@@ -46,18 +46,11 @@ class StubPool(WorkerPool):
             i for i in range(num_episodes) if i not in {rollout.episode for rollout in members}
         ]:
             prompt = [10 + task, 100 + episode]
-            answer = await self.servers.generate(server, prompt, sampling)
-            turn = Turn(
-                prompt_ids=prompt,
-                completion_ids=answer.token_ids,
-                logprobs=answer.logprobs,
-                policy_versions=answer.policy_versions,
-                finish_reason=answer.finish_reason,
-            )
+            turn = await self.servers.generate(server, prompt, sampling)
             reward = (
                 0.5
                 if task % 5 == 0
-                else float((task + episode + sum(answer.token_ids)) % 3 == 0) + 0.01 * episode
+                else float((task + episode + sum(turn.completion_ids)) % 3 == 0) + 0.01 * episode
             )
             rollouts.append(Rollout(turns=[turn], reward=reward, stop="stop", episode=episode))
             if on_members and task % 8 == 0 and len(rollouts) < num_episodes:

@@ -5,11 +5,19 @@ import asyncio
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from rl.run_dir.status import RoleStatus, write_status
 from rl.wire.inference_client import PROTOCOL
+from rl.wire.turns import pack_ids, pack_logprobs
 from tests.web import WebServer
+
+
+def turn_bytes(token_ids: list[int], logprobs: list[float], spans: list[list[int]]) -> bytes:
+    """What a server answers to `/generate`."""
+    columns = {"packed_ids": pack_ids(token_ids), "packed_logprobs": pack_logprobs(logprobs)}
+    return msgspec.msgpack.encode(columns | {"policy_versions": spans, "finish_reason": "stop"})
 
 
 class StubServer(WebServer):
@@ -61,13 +69,7 @@ class StubServer(WebServer):
         if self.garbage:
             return web.Response(body=b"<html>")
         spans = [[self.version if self.stamp is None else self.stamp, 1]]
-        answer = {
-            "token_ids": body["token_ids"][:1],
-            "logprobs": [-0.5],
-            "policy_versions": spans,
-            "finish_reason": "stop",
-        }
-        return web.json_response(answer)
+        return web.Response(body=turn_bytes(body["token_ids"][:1], [-0.5], spans))
 
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()

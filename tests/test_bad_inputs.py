@@ -301,11 +301,7 @@ COMBINATIONS = [
     ),
     args(
         "--trainer.optim.lr 1e30",
-        "trainer.optim.lr = 1e+30\n    would destroy the model in the first step; usual values are",
-    ),
-    args(
-        "--trainer.optim.offload --trainer.gpus 0",
-        "trainer.gpus = 0 already trains on the CPU: leave it out",
+        "usually 1e-7 to 1e-3; more than 1 would destroy the model in the first step",
     ),
     args(
         "--trainer.weights.anchor_every 5 --trainer.lora.rank 4",
@@ -313,7 +309,7 @@ COMBINATIONS = [
     ),
     args(
         "--trainer.loss.token_mask '[2, 8]'",
-        "trainer.loss.token_mask = [2.0, 8.0]\n    excludes r = 1",
+        "trainer.loss.token_mask = [2, 8] (--trainer.loss.token_mask)\n    excludes r = 1",
     ),
     args(
         "--trainer-gpus 0,1 --inference-gpus 1,2",
@@ -321,7 +317,7 @@ COMBINATIONS = [
     ),
     args(
         "--trainer.lora.targets '[]'",
-        'trainer.lora.targets = []\n    names no layer; give some ("q_proj", "v_proj"), or '
+        'trainer.lora.targets = [] (--trainer.lora.targets)\n    names no layer; give some ("q_proj", "v_proj"), or '
         "all-linear",
     ),
     args(
@@ -353,12 +349,8 @@ COMBINATIONS = [
         "orchestrator.sampling.temperature = 0.7\n    does not work with a teacher",
     ),
     args(
-        f"{TEACHER} --trainer.loss.teacher_coefficient 0",
-        "orchestrator.teacher.base_url = 'http://host:8000/v1'\n    has no effect",
-    ),
-    args(
         "--orchestrator.environment.teacher.base_url host",
-        "teacher.base_url = 'host'\n    give an address like",
+        "teacher.base_url)\n    give an address like",
     ),
     args(
         "--orchestrator.environment.difficulty.easy_above 0.1",
@@ -382,10 +374,6 @@ COMBINATIONS = [
         "exceeds the 8 groups of a batch, and a minibatch needs whole groups; lower it, or raise",
     ),
     args(
-        "--trainer.loss.type clip --trainer.loss.truncate 4",
-        "trainer.loss.truncate = 4.0\n    has an effect only with several",
-    ),
-    args(
         "--trainer.data.fake.samples 8 --trainer.data.fake.group_size 4 --trainer.minibatches 3",
         "exceeds the 2 groups",
     ),
@@ -393,12 +381,15 @@ COMBINATIONS = [
     args("--sft.dataset x.jsonl --trainer.epochs 2", "for passes over examples, set sft.epochs"),
     args(
         "--orchestrator.host ''",
-        "orchestrator.host = ''\n    is not a valid address; give 127.0.0.1",
+        "orchestrator.host = '' (--orchestrator.host)\n    is not a valid address; give 127",
     ),
-    args("--inference.host http://a", "inference.host = 'http://a'\n    is not a valid address"),
+    args(
+        "--inference.host http://a",
+        "inference.host = 'http://a' (--inference.host)\n    is not a valid address",
+    ),
     args(
         "--orchestrator.inference_urls 10.0.0.1:8000",
-        "orchestrator.inference_urls = '10.0.0.1:8000'\n    give addresses like",
+        "'10.0.0.1:8000' (--orchestrator.inference_urls)\n    give an address like",
     ),
 ]
 OUTSIDE = [
@@ -512,7 +503,7 @@ NAMES = [
     ),
     args(
         "--orchestrator.environment.name a/b",
-        "orchestrator.environment.0.name = 'a/b'\n    is part of file names: must not contain",
+        "orchestrator.environment.0.name = 'a/b'\n    'a/b' is part of file names: must not contain",
     ),
     args(
         f"--orchestrator.environment.name {LONG}",
@@ -520,20 +511,19 @@ NAMES = [
     ),
     args(
         "--orchestrator.environment.id a/..@1",
-        "orchestrator.environment.0.name = '..'\n    is part of file names: is not",
+        "orchestrator.environment.0.name = None\n    '..' is part of file names: is not",
     ),
     args(
         "--orchestrator.environment.id=@1",
-        "orchestrator.environment.0.name = ''\n    is part of file names: is not a valid file name",
+        "name = None\n    '' is part of file names: is not a valid file name",
     ),
     args(
         "--orchestrator.environment.id 'a\nb'",
-        "orchestrator.environment.0.name = 'a\\nb'\n    is part of file names: must not "
-        "contain control characters",
+        "'a\\nb' is part of file names: must not contain control characters",
     ),
     args(
         "--orchestrator.eval.id x --orchestrator.eval.name ../../etc/passwd",
-        "orchestrator.eval.0.name = '../../etc/passwd'\n    is part",
+        "orchestrator.eval.0.name = '../../etc/passwd'\n    '../../etc/passwd' is part",
     ),
     Case(
         lambda tmp: check_target(tmp / "r" / "x" / ".." / "weights", None, tmp / "r"),
@@ -615,7 +605,7 @@ FILES = [
     ),
     toml(
         '[[orchestrator.environment]]\nid = "a/x"\n[[orchestrator.environment]]\nid = "b/x@2"\n',
-        message="orchestrator.environment.1.name = 'x'\n    is already taken",
+        message="orchestrator.environment.1.name = None\n    x is already taken",
     ),
     toml(
         "[[orchestrator.environment]]\n",
@@ -632,7 +622,7 @@ RUNS = [
     Case(lambda tmp: ((tmp / "r").write_text("x"), start(tmp)), "{tmp}/r"),
     Case(
         resume_old_configuration,
-        "{tmp}/r/config.toml was not written by this version of rl:\n2 faults",
+        "{tmp}/r/config.toml was not written by this version of rl:\n1 fault",
     ),
 ]
 RECORDS = [

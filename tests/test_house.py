@@ -27,7 +27,7 @@ FLOORS = [
 """From the ground up. A room knows the floors below its own, and nobody on it."""
 BUDGETS = {
     "trainer": 70_200,
-    "orchestrator": 42_700,
+    "orchestrator": 41_900,
     "commands": 37_600,
     "envs": 28_400,
     "config": 26_600,
@@ -37,7 +37,7 @@ BUDGETS = {
     "inference": 20_400,
     "view": 20_500,
     "cluster": 16_200,
-    "wire": 15_700,
+    "wire": 16_400,
     "diagnosis": 15_300,
     "records": 11_800,
     "system": 12_500,

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rl.config.command_line import build, from_toml, parse_args, to_toml
-from rl.orchestrator.groups.pending import ENCODER, PendingLog
+from rl.orchestrator.groups.pending import PendingLog
 from rl.run_dir import status
 from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_record
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
@@ -20,6 +20,7 @@ from rl.system.errors import ConfigError
 from rl.wire import messages
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.pending import ENCODER
 from rl.wire.rollouts import Group, Rollout, Turn
 
 FEW = settings(
@@ -134,13 +135,7 @@ def test_records_end_where_they_should(payloads, tail):
 
 
 def group(number: int, text: str) -> Group:
-    turn = Turn(
-        prompt_ids=[1],
-        completion_ids=[2, 3],
-        logprobs=[-1.0, -2.0],
-        policy_versions=[VersionSpan(0, 2)],
-        finish_reason="stop",
-    )
+    turn = Turn.of([1], [2, 3], [-1.0, -2.0], [VersionSpan(0, 2)])
     return Group(
         group_id=number, env="e", task=0, rollouts=[Rollout(turns=[turn], text=[{"content": text}])]
     )

@@ -16,7 +16,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import psutil
+
+from rl.wire.messages import VersionSpan
+from rl.wire.turns import Turn, pack_ids, pack_logprobs
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -69,12 +73,13 @@ async def stub_server(status: Path, num_tokens: int, delay_s: float) -> None:
         await request.read()
         await asyncio.sleep(delay_s)
         ids = [random.randrange(200) for _ in range(num_tokens)]
-        answer = {
-            "token_ids": ids,
-            "logprobs": [-1.0] * num_tokens,
-            "policy_versions": [[state["policy_version"], num_tokens]],
-        }
-        return web.json_response(answer | {"finish_reason": "stop"})
+        turn = Turn(
+            packed_ids=pack_ids(ids),
+            packed_logprobs=pack_logprobs([-1.0] * num_tokens),
+            policy_versions=[VersionSpan(state["policy_version"], num_tokens)],
+            finish_reason="stop",
+        )
+        return web.Response(body=msgspec.msgpack.encode(turn))
 
     async def load(request: web.Request) -> web.Response:
         state["policy_version"] = (await request.json())["policy_version"]

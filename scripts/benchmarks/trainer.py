@@ -30,7 +30,8 @@ from rl.trainer.data.fake import FakeBatches
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_memory_gib
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World, start_world
 from rl.trainer.train import train_step

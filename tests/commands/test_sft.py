@@ -7,10 +7,9 @@ import time
 
 import pytest
 
-from rl.config.command_line import build, parse_args
+from rl.config.command_line import build, load_config_or_exit, parse_args
 from rl.config.quick import shrink
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import ConfigError
 from tests.commands.driver import rl, start
 
 
@@ -236,21 +235,18 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
     )
 
 
-def test_a_flag_that_fine_tuning_does_not_read_is_refused(tmp_path):
-    given = ["--sft.dataset", "owner/data"]
-    said = [
-        "orchestrator.batch_size = 3 (--orchestrator.batch_size)\n    applies only to "
-        "reinforcement learning; did you mean sft.batch_size?",
-        "max_lag = 3 (--max_lag)\n    applies only to reinforcement learning; leave it out",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        build(
-            parse_args([*given, "--orchestrator.batch_size", "3", "--max_lag", "3"]), outside=True
-        )
-    assert str(caught.value).split("\n  ", 1)[1] == "\n  ".join(said)
-    # a file shared with a run may have it
-    (tmp_path / "run.toml").write_text("max_lag = 3\n[orchestrator]\nbatch_size = 128\n")
-    assert (
-        build(parse_args(["@", str(tmp_path / "run.toml"), *given]), outside=True).sft.batch_size
-        == 64
+def test_a_flag_that_fine_tuning_does_not_read_is_warned_about(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text("max_lag = 3\n[orchestrator]\nbatch_size = 128\n")
+    shared = ["@", str(path), "--sft.dataset", "owner/data"]
+    load_config_or_exit(shared, "rl sft", variables={})
+    assert not capsys.readouterr().err  # a file shared with a run may have it
+    load_config_or_exit(
+        [*shared, "--orchestrator.batch_size", "3", "--max_lag", "3"], "rl sft", variables={}
     )
+    warning, why = "rl sft: warning:", "is not read by `rl sft`"
+    assert capsys.readouterr().err.splitlines() == [
+        f"{warning} orchestrator.batch_size = 3 (--orchestrator.batch_size) {why}; did you mean "
+        "sft.batch_size?",
+        f"{warning} max_lag = 3 (--max_lag) {why}; leave it out",
+    ]

@@ -7,9 +7,13 @@ import pty
 import pytest
 
 from rl.commands import pager, show
+from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
+from rl.wire.pending import encoded
+from rl.wire.rollouts import Group, Rollout
 from tests.commands.driver import called
+from tests.orchestrator.made import turn
 
 
 def row(step, group, reward, why=None):
@@ -41,7 +45,12 @@ def run(tmp_path, monkeypatch):
         write_rollouts(
             run_dir.rollouts(step), b"".join(json.dumps(one).encode() + b"\n" for one in rows)
         )
-    run_dir.pending_rollouts.write_text(json.dumps(row(None, 4, 0.75, "pending")) + "\n")
+    waiting = Rollout(
+        turns=[turn()], reward=0.75, metrics={"m": -0.75}, text=row(2, 4, 0.75)["messages"]
+    )
+    write_file(
+        run_dir.pending, encoded([Group(group_id=4, env="adder", task=4, rollouts=[waiting])])
+    )
     run_dir.config.touch()
     monkeypatch.chdir(tmp_path)
     return root
@@ -142,7 +151,7 @@ def test_where_nothing_fits_it_says_what_there_is(run, rl):
     )
     assert rl("x", "--step", "7")[2].endswith("steps with rollouts: 1-2\n")
     assert rl("x", "--sort", "best")[2].startswith(
-        "rl show: --sort best: the rollouts have no such number; they have: group_id, m, reward"
+        "rl show: --sort best: the rollouts have no such number; they have: advantage, episode, group_id, m,"
     )
     assert (
         rl("x", "--why", "pending", "--task", "0")[2]
@@ -161,7 +170,7 @@ def test_a_damaged_file_is_named_after_the_others(run, rl):
     assert (code, groups) == (1, [4, 0, 1]) and err.startswith(
         f"rl show: outputs/x/rollouts/{path.name}: damaged"
     )
-    for other in (run / "rollouts").iterdir():
+    for other in [*(run / "rollouts").iterdir(), *(run / "batches").iterdir()]:
         other.unlink()
     assert rl("x") == (
         1,

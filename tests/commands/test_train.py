@@ -10,13 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rl.config.command_line import build, parse_args
+from rl.config.command_line import load_config_or_exit
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import read_digests
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
-from rl.system.errors import ConfigError
 from tests.commands.driver import rl, start
 
 SETTINGS = (
@@ -192,58 +191,18 @@ def test_what_cannot_be_a_run(place):
         assert code == 2 and message in err, err
 
 
-def test_a_flag_that_a_run_of_recorded_rollouts_does_not_read_is_refused(tmp_path):
+def test_a_flag_that_a_run_of_recorded_rollouts_does_not_read_is_warned_about(tmp_path, capsys):
     (tmp_path / "r.jsonl").touch()
-    given = ["--recorded.rollouts", str(tmp_path / "r.jsonl")]
-    why = "is not read by a run of recorded rollouts; leave it out"
-    said = [
-        f"inference.gpus = 1 (--inference.gpus)\n    {why}",
-        f"orchestrator.group_size = 4 (--orchestrator.group_size)\n    {why}",
-    ]
-    said.append(f"orchestrator.environment.id = 'sums' (--orchestrator.environment.id)\n    {why}")
-    flags = [
-        "--inference.gpus",
-        "1",
-        "--orchestrator.group_size",
-        "4",
-        "--orchestrator.environment.id",
-        "sums",
-    ]
-    with pytest.raises(ConfigError) as caught:
-        build(parse_args([*given, *flags]), outside=True)
-    assert str(caught.value).split("\n  ", 1)[1] == "\n  ".join(said)
-    # max_tokens divides the loss
-    read = [
-        "--orchestrator.batch_size",
-        "8",
-        "--orchestrator.sampling.max_tokens",
-        "9",
-        "--max_lag",
-        "1",
-    ]
-    assert build(parse_args([*given, *read]), outside=True).orchestrator.batch_size == 8
-    # of the rollouts with this name
-    of_one = [
-        "--orchestrator.environment.id",
-        "sums",
-        "--orchestrator.environment.credit.type",
-        "grpo",
-    ]
-    assert (
-        build(parse_args([*given, *of_one]), outside=True).orchestrator.environment[0].credit.type
-        == "grpo"
-    )
-    # shared with a run that plays
-    (tmp_path / "run.toml").write_text(
-        '[orchestrator.environment]\nid = "sums"\n[inference]\ngpus = 0\n'
-    )
-    build(parse_args(["@", str(tmp_path / "run.toml"), *given]), outside=True)
+    recorded = ["--recorded.rollouts", str(tmp_path / "r.jsonl")]
 
+    def warned(flags: str, **settings: bool) -> list[str]:
+        load_config_or_exit([*recorded, *flags.split()], "rl train", variables={}, **settings)
+        lines = capsys.readouterr().err.splitlines()
+        return [line.split("warning: ")[1].split(" = ")[0] for line in lines]
 
-@pytest.mark.parametrize("kind", ["recorded.rollouts", "sft.dataset"])
-def test_commands_that_play_read_the_flags_of_a_run_that_plays_nothing(tmp_path, kind):
-    (tmp_path / "r.jsonl").touch()
-    args = [f"--{kind}", str(tmp_path / "r.jsonl"), "--orchestrator.environment.id", "sums"]
-    assert (
-        build(parse_args(args), outside=True, plays=True).orchestrator.environment[0].id == "sums"
-    )
+    unread = ["inference.gpus", "orchestrator.group_size", "orchestrator.environment.id"]
+    flags = "--inference.gpus 1 --orchestrator.group_size 4 --orchestrator.environment.id sums"
+    assert warned(flags) == unread and warned(flags, plays=True) == []
+    # max_tokens divides the loss; an environment of the rollouts with its name has credit
+    of_name = "--orchestrator.environment.id sums --orchestrator.environment.credit.type grpo"
+    assert warned("--orchestrator.sampling.max_tokens 9 --max_lag 1") == warned(of_name) == []

@@ -40,25 +40,6 @@ def file(tmp_path):
     return write
 
 
-def test_a_missing_environment_is_listed_beside_other_faults(capsys):
-    environments = (
-        '[{id = "single-digit-addition"}, {id = "nope"}, {id = "owner/there"}, {id = "other", '
-        'python = "python"}]'
-    )
-    given = ["--orchestrator.environment", environments, "--orchestrator.eval.id", "gone"]
-    for fault, count in (("--nope", "3 faults"), ("--orchestrator.group_size=99", "3 faults")):
-        with pytest.raises(SystemExit):
-            load_config_or_exit([*given, fault], variables={})
-        said = capsys.readouterr().err
-        assert (
-            said.startswith(f"rl: {count} in the configuration")
-            and said.count("is not installed") == 2
-        )
-        assert "`rl env install owner/nope`" in said and "`rl env install pypi:gone`" in said
-    # alone it is told when something is about to be played
-    load_config_or_exit(given, variables={})
-
-
 def test_minibatches_of_whole_groups():
     sizes = ("--orchestrator.batch_size", "60", "--orchestrator.group_size", "8")
     # the last group of a batch is whole
@@ -246,12 +227,12 @@ def test_what_truncates_sampling_is_warned_about(capsys):
     load_config_or_exit([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
     (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source
     assert (
-        line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9: ")
+        line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9 truncates ")
         and "importance ratios come out below 1" in line
     )
     load_config_or_exit([*ENV, "--orchestrator.environment.sampling.min_p", "0.1"], "rl eval")
     assert (
-        "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1: "
+        "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1 truncates "
         in capsys.readouterr().err
     )
 
@@ -274,7 +255,7 @@ def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
     """It switched off that a wrong trainer ends the run, as a smaller one does."""
     config, _ = load_config_or_exit([*ENV, "--orchestrator.sampling.top_k", "49152"], "rl eval")
     assert (
-        "sampling.top_k = 49152: unless no token of the model is left out, inference samples"
+        "sampling.top_k = 49152 truncates what inference samples, unless no token of the model"
         in capsys.readouterr().err
     )
     assert [config.truncates(vocab_size) for vocab_size in (49151, 49152, 49153)] == [
@@ -299,7 +280,7 @@ def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys
         file.write_text(text)
         config, _ = load_config_or_exit([*ENV, "--model", name], "rl")
         assert config.model.max_model_len == longest
-        said = "rl: warning: model.max_model_len = 1024, the longest sequence of this model\n"
+        said = "rl: warning: model.max_model_len = 1024 is the longest sequence of this model\n"
         assert capsys.readouterr().err == (said if longest == 1024 else "")
     file.write_text('{"max_position_embeddings": 1024}')
     assert (

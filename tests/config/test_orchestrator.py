@@ -142,7 +142,7 @@ def test_rows_that_are_trained_on_are_not_held_out(entry, held_out):
 def test_a_greedy_policy_cannot_be_trained():
     with pytest.raises(
         ConfigError,
-        match=r"orchestrator.sampling.temperature = 0\n *is greedy: all rollouts of a group would "
+        match=r"orchestrator.sampling.temperature = 0.0\n *is greedy: all rollouts of a group would "
         r"be identical",
     ):
         build(

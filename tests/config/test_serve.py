@@ -25,9 +25,7 @@ def test_a_server_has_adapters_of_rank_32_and_needs_no_environment():
     [
         ({"trainer": {"lora": {"targets": ["experts"]}}}, "trainer.lora.targets"),
         ({"trainer": {"ranks": 2}}, "trainer.ranks"),
-        ({"trainer": {"optim": {"lr": 1e-3}}}, "trainer.optim"),
         ({"orchestrator": {"inference_urls": ["http://a:1"]}}, "orchestrator.inference_urls"),
-        ({"serve": {"host": "a b"}}, "serve.host"),
     ],
 )
 def test_what_a_server_cannot_do(settings, key):

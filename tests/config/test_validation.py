@@ -1,8 +1,8 @@
-"""All faults that can be known are told at once, and none that only follows from another."""
+"""All faults of single settings are told at once, and none that only follows from another."""
 
 import pytest
 
-from rl.config.check import check_loss
+from rl.config.check import check_loss, unused
 from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.config.loss import ClippedSettings
 from rl.config.outside import outside_faults
@@ -18,25 +18,11 @@ def faults(*args: str) -> str:
     return str(error.value)
 
 
-def test_faults_of_all_levels_are_told_at_once():
-    said = faults(
-        "--trainer.loss.type",
-        "clip",
-        "--trainer.loss.clip_low",
-        "x",
-        "--max_steps",
-        "5",
-        "--steps",
-        "6",
-        "--nope.a",
-        "1",
-        "--nope.b",
-        "2",
-        "--name",
-        "--orchestrator.batch_size",
-        "3",
-    )
-    assert said.startswith("7 faults in the configuration\n")
+def test_faults_of_settings_are_told_at_once_and_then_those_between_them():
+    single = "--trainer.loss.type clip --trainer.loss.clip_low x --max_steps 5 --steps 6 --nope.a 1"
+    between = "--orchestrator.batch_size 3 --max_lag 9"
+    said = faults(*f"{single} --nope.b 2 --name {between}".split())
+    assert said.startswith("5 faults in the configuration\n")
     for text in (
         "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    set the same setting to "
         "two values",
@@ -44,10 +30,12 @@ def test_faults_of_all_levels_are_told_at_once():
         "nope.a = 1 (--nope.a)\n    unknown key",
         "nope.b = 2 (--nope.b)\n    unknown key",
         "name (--name)\n    needs a value: str",
-        "orchestrator.environment = []\n    name what to train on",
-        "orchestrator.batch_size = 3\n    is smaller than one group of 8 rollouts (group_size)",
     ):
         assert text in said
+    said = faults(*between.split())
+    assert said.startswith("3 faults in the configuration\n")
+    assert "orchestrator.environment = []\n    name what to train on" in said
+    assert "batch_size = 3\n    is smaller than one group of 8 rollouts (group_size)" in said
 
 
 def test_what_cannot_be_read_hides_nothing_that_is_there():
@@ -72,50 +60,29 @@ def test_a_package_that_a_setting_needs_is_named_with_its_remedy(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("faulty", "flags", "hidden"),
+    ("flags", "key", "text"),
     [
-        ("orchestrator.group_size", ["--orchestrator.batch_size", "3"], "batch_size"),
-        ("orchestrator.max_off_policy_steps", ["--max_lag", "9"], "max_lag"),
-        ("model.max_model_len", ["--orchestrator.sampling.max_tokens", "4000"], "max_tokens"),
-        ("trainer.gpus", ["--inference.gpus", "0,1"], "inference.gpus"),
-        ("trainer.loss.kl_coefficient", ["--trainer.loss.kl_reference", "m"], "kl_reference"),
+        ("--trainer.loss.type clip --trainer.loss.truncate 4", "trainer.loss.truncate", "several"),
+        ("--trainer.loss.importance none --trainer.loss.truncate 4", "trainer.loss.truncate", "im"),
+        ("--trainer.loss.constant_length 9", "trainer.loss.constant_length", "aggregation"),
+        ("--trainer.loss.kl_reference m", "trainer.loss.kl_reference", "kl_coefficient is 0"),
+        ("--trainer.router_replay trainer", "trainer.router_replay", "trainer.epochs"),
+        ("--trainer.optim.offload --trainer-gpus 0", "trainer.optim.offload", "on the CPU"),
         (
-            "trainer.loss.clip_high",
-            ["--trainer.loss.type", "clip", "--trainer.loss.token_mask", "0.9,1.1"],
-            "token_mask",
+            "--orchestrator.teacher.base_url http://t --trainer.loss.teacher_coefficient 0",
+            "orchestrator.teacher.base_url",
+            "teacher_coefficient is 0",
         ),
-        (
-            "trainer.loss.type",
-            ["--trainer.loss.importance", "none", "--trainer.loss.truncate", "3"],
-            "truncate =",
-        ),
-        ("trainer.loss.type", ["--trainer.loss.clip_low", "0.1"], "clip_low"),
-        ("trainer.data.fake", ["--orchestrator.environment", "[]"], "orchestrator.environment"),
+        ("--tinker.lora_rank 8", "tinker", "trainer.backend"),
+        ("--serve --trainer.optim.lr 1e-3", "trainer.optim", "each call of its clients"),
+        ("", "", ""),
+        ("--trainer.loss.type clip --trainer.loss.truncate 4 --trainer.epochs 2", "", ""),
+        ("--trainer.router_replay trainer --trainer.epochs 2 --trainer.loss clip", "", ""),
     ],
 )
-def test_what_depends_on_a_faulty_key_is_not_known(faulty, flags, hidden):
-    said = faults(*ENV, *flags, f"--{faulty}", "x")
-    assert said.startswith("1 fault in") and f"{faulty} = 'x'" in said and hidden not in said
-
-
-def test_what_depends_on_a_key_under_another_name_is_not_known():
-    said = faults(
-        "--orchestrator.env.id",
-        "e",
-        "--kl_coef",
-        "0.1",
-        "--trainer.loss.kl_reference",
-        "m",
-        "--max_lag",
-        "9",
-    )
-    assert (
-        said.startswith("3 faults")
-        and "env.id" in said
-        and "kl_coef = 0.1" in said
-        and "max_lag = 9" in said
-    )
-    assert faults("--orchestrator.environment.idd", "e").startswith("1 fault in")
+def test_settings_without_effect_are_warned_about(flags, key, text):
+    effects = dict(unused(build(parse_args([*ENV, *flags.split()]))))
+    assert list(effects) == [key] * bool(key) and text in "".join(effects.values())
 
 
 def test_a_new_clipped_loss_has_its_clip_checked():
@@ -129,42 +96,9 @@ def test_a_new_clipped_loss_has_its_clip_checked():
     ]  # ty: ignore
 
 
-def test_of_an_unknown_type_what_no_class_has_is_known():
-    given = (
-        "--trainer.loss.type dpo --trainer.loss.clip_low 0.1 --trainer.loss.bogus 1 "
-        "--trainer.loss.kl_coefficient x"
-    )
-    said = faults(*ENV, *given.split())
-    assert (
-        said.startswith("3 faults")
-        and "trainer.loss.bogus = 1" in said
-        and "kl_coefficient = 'x'" in said
-        and "clip_low" not in said
-    )
-
-
-def test_a_missing_key_hides_nothing():
-    said = faults(
-        "--sft.epochs",
-        "1",
-        "--sft.validation_fraction",
-        "0.1",
-        "--sft.validation",
-        "v",
-        "--trainer.loss.type",
-        "gspo",
-    )
-    assert said.startswith("3 faults") and "sft.dataset\n    is missing" in said
-    said = faults(
-        *ENV,
-        "--orchestrator.environment.teacher.timeout_s",
-        "9",
-        "--orchestrator.environment.bogus",
-        "1",
-        "--max_lag",
-        "9",
-    )
-    assert said.startswith("3 faults") and "teacher.base_url" in said and "max_lag = 9" in said
+def test_a_missing_key_is_told_alone():
+    said = faults("--sft.epochs", "1", "--trainer.loss.type", "gspo")
+    assert said == "1 fault in the configuration\n  sft.dataset\n    is missing; set it"
 
 
 def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():

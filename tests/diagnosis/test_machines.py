@@ -86,7 +86,7 @@ def test_each_machine_has_a_line(run):
         "orchestrator, ranks 0 to 7"
     )
     assert lines[1].startswith(
-        "machine 1: host1 trains, 8 GPUs, 8 ranks in generation 3, lost: no sign of life since "
+        "machine 1: host1 trains, 8 GPUs, 8 ranks in generation 3, lost: no sign of life for 90 s"
     )
     assert lines[2] == "machine 2: host2 serves, 8 GPUs, for 119 s, leaving, inference-node2"
     assert lines[3] == "machine 3: is not there; it serves"

@@ -14,11 +14,13 @@ from rl.diagnosis.rollouts import (
     read_all,
     read_rollouts,
     rollout_files,
-    short_messages_text,
 )
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import CorruptFileError, append_file, write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import sound_rollouts, sum_path, write_rollouts
+from rl.wire.pending import encoded
+from rl.wire.rollouts import Group, Rollout
+from tests.orchestrator.made import turn
 
 
 def row(group, reward=0.0, why=None, **more):
@@ -37,6 +39,12 @@ def row(group, reward=0.0, why=None, **more):
     )
 
 
+def waiting(group):
+    """A finished group that no batch has settled."""
+    rollout = Rollout(turns=[turn()], text=[{"role": "user", "content": "?"}])
+    return Group(group_id=group, env="e", task=7, rollouts=[rollout])
+
+
 def lines(*rows):
     return b"".join(json.dumps(one).encode() + b"\n" for one in rows)
 
@@ -46,7 +54,7 @@ def run(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     write_rollouts(run_dir.rollouts(1), lines(row(1), row(2, why="no_signal")))
     write_rollouts(run_dir.rollouts(2), lines(row(3), row(4, 1.0)))
-    run_dir.pending_rollouts.write_bytes(lines(row(5, why="pending"), row(6, why="pending")))
+    write_file(run_dir.pending, encoded([waiting(5), waiting(6)]))
     return run_dir
 
 
@@ -57,15 +65,14 @@ def groups(run_dir, step=None, selection=None, damaged=None):
 
 def test_the_newest_come_first_and_before_them_what_no_batch_has_settled(run):
     assert groups(run) == [5, 6, 3, 4, 1, 2] and groups(run, 1) == [1, 2] and groups(run, 9) == []
-    run.pending_rollouts.unlink()
+    run.pending.unlink()
     assert groups(run) == [3, 4, 1, 2]
 
 
 def test_a_line_that_is_being_written_is_not_read_and_a_settled_group_not_twice(run):
-    with run.pending_rollouts.open("ab") as file:
-        file.write(lines(row(7, why="pending")) + b'{"step": nul')
+    append_file(run.pending, encoded([waiting(7)]) + b"torn")
     assert groups(run) == [5, 6, 7, 3, 4, 1, 2]
-    # the batch is committed, and pending.jsonl is still as it was
+    # the batch is committed, and pending.log is still as it was
     write_rollouts(run.rollouts(3), lines(row(6), row(5)))
     os.utime(run.rollouts(3))
     assert groups(run) == [7, 6, 5, 3, 4, 1, 2]
@@ -90,7 +97,7 @@ def test_a_damaged_file_costs_itself_alone(run):
 def test_rollouts_are_chosen_by_what_they_are_and_what_became_of_them(run):
     failed = row(8, why="timeout", env="f", task=0, error="late")
     write_rollouts(run.rollouts(3), lines(failed, row(9, why="error"), row(10, 1.0)))
-    run.pending_rollouts.unlink()
+    run.pending.unlink()
     wanted = [
         {"env": "f"},
         {"task": "7", "why": "error"},
@@ -180,14 +187,14 @@ def test_a_rollout_in_words():
 
 def test_a_conversation_in_short_is_about_a_screen():
     turns = [{"role": "tool", "content": f"{i} " + "long\n" * 5000} for i in range(40)]
-    said = short_messages_text(turns).splitlines()
+    said = messages_text(turns, is_short=True).splitlines()
     assert (
         said[0] == "tool: 0 long"
         and "[... 30 messages ...]" in said
         and any(line.startswith("tool: 39 ") for line in said)
     )
     assert len(said) <= 80 and sum(map(len, said)) < 5000
-    assert short_messages_text(turns[:1]).count("\n") == 60
+    assert messages_text(turns[:1], is_short=True).count("\n") == 60
 
 
 def test_a_file_that_unpacks_to_more_than_memory_holds_is_refused(tmp_path, monkeypatch):

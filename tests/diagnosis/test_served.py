@@ -56,7 +56,7 @@ def test_a_server_that_nobody_asks_is_well_and_so_are_its_models(server, model, 
         assert (
             found.bottleneck == f"clients are served at {ADDRESS}: inference has no open requests"
         )
-        lines = [line.partition(" for ")[0] for line in found.lines]
+        lines = [line.partition(" for ")[0] for line in found.all_lines]
         assert lines == [progress, "inference: serving", "tinker: serving"]
         assert doctor([str(run.dir.root)], None) == 0
     assert f"ok    clients are served at {ADDRESS}" in capsys.readouterr().out

@@ -21,7 +21,7 @@ from rl.commands import branch, stop
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.diagnosis.rewards import reward_summary
-from rl.diagnosis.state import inspect_process, read_state
+from rl.diagnosis.state import RunState, inspect_process
 from rl.diagnosis.waits import chain, diagnose
 from rl.run_dir.lease import LockOwner
 from rl.run_dir.status import (
@@ -200,10 +200,10 @@ def test_trainer_waits_for_orchestrator_waits_for_inference_that_samples(run):
         "waited 80% of the time, and no rollout was in flight for 10%: rollouts are the slower side"
     )
     assert (
-        found.lines[0]
+        found.all_lines[0]
         == "step 12 of 100, batch 0, version 0, checkpoint none, 10.0 s per step, about 15 min left"
     )
-    assert found.lines[-1] == (
+    assert found.all_lines[-1] == (
         "who waits: trainer waiting for batch 13: filling batch 13 -> orchestrator filling "
         "batch 13 -> inference serving"
     )
@@ -243,7 +243,7 @@ def test_inference_died_and_is_about_to_be_started_again(run):
         found.bottleneck.startswith("the inference has no status yet: it is starting")
         and not found.problems
     )
-    assert "inference: died once, 3 s ago: was ended by SIGKILL" in found.lines
+    assert "inference: died once, 3 s ago: was ended by SIGKILL" in found.all_lines
 
 
 def test_the_trainer_works_and_all_wait_for_it(run):
@@ -325,7 +325,7 @@ def test_a_process_on_a_machine_with_another_clock_lives_as_long_as_its_heart_be
         ),
     )
     timer.start()
-    inference = read_state(run.dir, run.config).processes["inference"]
+    inference = RunState(run.dir, run.config).processes["inference"]
     timer.join()
     assert (inference.silent, round(inference.silent_s), round(inference.phase_s)) == (False, 0, 72)
 
@@ -484,7 +484,7 @@ def test_who_holds_up_the_others_is_told_and_no_detail_changes_it(run, name):
     for detail in ("", "training step 13~", "waiting for the trainer~", "loading environments~"):
         for path, fields in files.items():
             path.write_text(json.dumps(fields | {"detail": detail}))
-        state, bottleneck = read_state(run.dir, run.config), run.bottleneck()
+        state, bottleneck = RunState(run.dir, run.config), run.bottleneck()
         if detail:
             assert describe(state.processes["trainer"].status).endswith(f": {detail}")
             bottleneck = bottleneck.replace(f": {detail}", "").replace(detail, "?")
@@ -510,7 +510,9 @@ def test_ended_well(run, gone):
     run.checkpoint(100)
     found = run.diagnosis()
     assert not found.problems and found.bottleneck == "the run ended well: 100 steps done"
-    assert found.lines == ["step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s per step"]
+    assert found.all_lines == [
+        "step 100 of 100, batch 0, version 0, checkpoint 100, 10.0 s per step"
+    ]
 
 
 def test_a_run_that_may_have_learned_nothing_did_not_end_well(run, gone):
@@ -631,7 +633,7 @@ def test_ended_by_failure(run, gone):
         "RuntimeError: boom; see "
         f"{run.dir.logs / 'trainer-3.log'}, then `rl @ {run.dir.config} --resume`"
     )
-    assert "  | RuntimeError: boom" in found.lines
+    assert "  | RuntimeError: boom" in found.all_lines
 
 
 def test_a_death_that_was_mended_is_not_how_a_run_ended(run, gone):
@@ -647,7 +649,7 @@ def test_a_death_that_was_mended_is_not_how_a_run_ended(run, gone):
         "the run was killed 1 s ago at step 12: the trainer was training step 13; continue "
         "it with `rl @ "
     )
-    assert found.lines[1] == "trainer: dead; it was training step 13 1 s ago"
+    assert found.all_lines[1] == "trainer: dead; it was training step 13 1 s ago"
     run.event("death", "trainer", 0.5, reason="was ended by SIGKILL")
     assert run.bottleneck().startswith(
         "the run ended 0 s ago at step 12 with the trainer, the last of its 2 deaths: was "
@@ -696,7 +698,7 @@ def test_whoever_looks_again_need_not_wait_for_another_clock(run, monkeypatch):
     heartbeats = Staleness()
     for heartbeat, silent in ((400.0, True), (400.0, True), (398.0, False), (396.0, False)):
         run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=heartbeat)
-        assert read_state(run.dir, run.config, heartbeats).processes["trainer"].silent is silent
+        assert RunState(run.dir, run.config, heartbeats).processes["trainer"].silent is silent
     run.status("trainer", does(Phase.TRAINING, 13), host="elsewhere", heartbeat=400.0)
     assert diagnose(run.dir, run.config, Staleness()).state == "died"
 
@@ -740,12 +742,12 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
     assert found.state == "ended" and found.bottleneck == "the run ended well: 100 steps done"
     assert [problem.text for problem in found.problems] == [
         "environment bad: no rollout was trained on, 16 of 16 rollouts failed (reward 12, "
-        "worker 4); at first: 4 of 4 rollouts failed "
+        "worker 4); environment bad: 4 of 4 rollouts failed "
         f"(reward): ValueError: no; `rl show {run.dir.root} --env bad --why error` shows them",
         "environment lost: it is lost; environment lost is lost until the next start: its "
         "workers died",
     ]
-    assert found.lines[-1].startswith(
+    assert found.all_lines[-1].startswith(
         "environment doubtful: 4 of 16 rollouts failed (timeout 4); `rl show "
     )
 
@@ -799,21 +801,18 @@ def test_damaged_files_and_quarantined_batches(run, gone):
     os.mkfifo(run.dir.weights(3) / "c.safetensors")  # which nobody waits for
     run.checkpoint(3, one=3)
     found = run.diagnosis()
-    wrong = [
-        problem.text.partition(" is damaged: ")[2].partition(";")[0]
-        for problem in found.problems[1:]
-    ]
+    wrong = [problem.text.partition(": ")[2].partition(";")[0] for problem in found.problems[1:]]
     assert wrong == [
         f"has {len(data) - 1} bytes, its header says {len(data)}",
         "not a safetensors file (a header of 5 bytes in a file of 1)",
         "has 12 bytes, its header says 10",
-        "it is not a file",
-        "missing",
+        "is not a file",
+        "is missing",
     ]
-    assert "repaired 60 s ago: batch 4 was moved away" in found.lines
+    assert "repaired 60 s ago: batch 4 was moved away" in found.all_lines
     assert (
         "quarantined batches, whose steps were skipped: 2 (batches/*.quarantined says why)"
-        in found.lines
+        in found.all_lines
     )
 
 
@@ -825,7 +824,7 @@ def rewards(run, values, orchestrator, trainer):
     steps = range(1, len(values) + 1)
     run.metrics(steps, "orchestrator", **{"reward/mean": values, **orchestrator})
     run.metrics(steps, **trainer)
-    return run.diagnosis().lines
+    return run.diagnosis().all_lines
 
 
 FLAT = [0.04, 0.06, 0.06, 0.04] * 4
@@ -912,9 +911,11 @@ def test_that_trainer_and_inference_were_not_compared_is_told_until_they_are(run
     )
     run.working(idle=2.0)
     run.metrics([3, 4], **{name: [1.0, 2.0]})
-    assert [line for line in run.diagnosis().lines if text in line and "a lower max_lag" in line]
+    assert [
+        line for line in run.diagnosis().all_lines if text in line and "a lower max_lag" in line
+    ]
     run.metrics([5], **{"parity/agrees": [1.0]})
-    assert not [line for line in run.diagnosis().lines if name in line]
+    assert not [line for line in run.diagnosis().all_lines if name in line]
 
 
 # For whoever waited in vain -----------------------------------------------------------------------
@@ -977,7 +978,7 @@ def test_the_verdict_on_a_trial(run, rollouts, said):
     ]
     run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
     assert (
-        reward_summary(read_state(run.dir, run.config))
+        reward_summary(RunState(run.dir, run.config))
         == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
     )
 
@@ -992,16 +993,14 @@ def test_a_trial_names_the_limit_that_cut_answers_off(tmp_path, limit, said):
     run.dir.rollouts_dir.mkdir()
     line = {"env": "sums", "group_id": 1, "messages": [], "reward": 0.0, "outcome": "truncated"}
     run.dir.rollouts(1).write_text(json.dumps(line) + "\n")
-    assert f"1 of 1 answers were cut off ({said})" in reward_summary(
-        read_state(run.dir, run.config)
-    )
+    assert f"1 of 1 answers were cut off ({said})" in reward_summary(RunState(run.dir, run.config))
 
 
 def test_the_verdict_on_fine_tuning_and_on_nothing(tmp_path):
     run = Run(tmp_path, sft={"dataset": "x"})
-    assert reward_summary(read_state(run.dir, run.config)) == "trained no steps"
+    assert reward_summary(RunState(run.dir, run.config)) == "trained no steps"
     run.metrics([1], **{"loss/mean": 2.5})
-    assert reward_summary(read_state(run.dir, run.config)) == "trained 1 step; loss 2.500 -> 2.500"
+    assert reward_summary(RunState(run.dir, run.config)) == "trained 1 step; loss 2.500 -> 2.500"
 
 
 def test_servers_that_were_started_by_hand_count_as_inference(tmp_path):
@@ -1012,7 +1011,7 @@ def test_servers_that_were_started_by_hand_count_as_inference(tmp_path):
     run.status("inference-a-1", does(Phase.LOADING_MODEL))
     run.status("inference-b-2", SERVING, address="http://b:2", requests=30)
     assert "inference is sampling" in run.bottleneck()
-    lines = run.diagnosis().lines
+    lines = run.diagnosis().all_lines
     assert any(line.startswith("inference-a-1: loading the model") for line in lines)
     assert not any(line.startswith("inference: no status") for line in lines)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from rl.envs.policy import Policy
 from rl.models.chat import Answer, Message, RendererError, Tool, ToolCall
-from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
+from rl.wire.turns import Turn
 from rl.wire.worker_messages import Endpoint, PlayGroup, PolicySpec
 from tests import steady
 
@@ -103,9 +103,7 @@ class StubServers:
         self.asked: list[dict[str, Any]] = []
         self.busy = self.peak = 0
 
-    async def generate(
-        self, server: int, token_ids: list[int], sampling: dict[str, Any]
-    ) -> Generation:
+    async def generate(self, server: int, token_ids: list[int], sampling: dict[str, Any]) -> Turn:
         self.asked.append({"server": server, "token_ids": token_ids, "sampling": sampling})
         self.busy += 1
         self.peak = max(self.peak, self.busy)
@@ -119,9 +117,9 @@ class StubServers:
         ids = [ord(char) for char in said + END]
         kept = ids[: sampling["max_tokens"]]
         finish = "stop" if len(kept) == len(ids) else "length"
-        since = sampling.get("routes_from")
-        routes = None if since is None else bytes(2 * (len(token_ids) + len(kept) - 1 - since))
-        return Generation(kept, [-0.5] * len(kept), [VersionSpan(7, len(kept))], finish, routes)
+        routes = bytes(2 * (len(token_ids) + len(kept) - 1)) if sampling.get("routes") else b""
+        spans = [VersionSpan(7, len(kept))]
+        return Turn.of(token_ids, kept, [-0.5] * len(kept), spans, finish, routes=routes)
 
 
 class StubPolicy(Policy):

@@ -15,7 +15,7 @@ from rl.envs.policy import RolloutError
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
-from rl.wire.turns import answer_digest
+from rl.wire.turns import answer_digest, unpack_ids
 from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
 from tests.web import WebServer
 
@@ -303,7 +303,7 @@ def test_a_rewritten_history_begins_a_new_sample(tmp_path):
         lambda *_: reply(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6])))
     )
     turns = play(tmp_path, gym).turns
-    assert [turns.ids(chain).tolist() for chain in range(len(turns.chains))] == [
+    assert [unpack_ids(turns.ids(chain)) for chain in range(len(turns.chains))] == [
         [1, 2],
         [1, 7, 5, 6],
     ]

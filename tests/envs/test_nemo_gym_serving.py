@@ -168,13 +168,7 @@ def test_several_turns_of_either_api_become_a_result(kind, monkeypatch):
 
 def turn(prompt: list[int], completion: list[int], finish: str = "stop") -> Turn:
     spans = [VersionSpan(0, len(completion))]
-    return Turn(
-        prompt_ids=prompt,
-        completion_ids=completion,
-        logprobs=[-0.5] * len(completion),
-        policy_versions=spans,
-        finish_reason=finish,
-    )
+    return Turn.of(prompt, completion, [-0.5] * len(completion), spans, finish)
 
 
 def test_a_row_shows_prompt_and_tools():

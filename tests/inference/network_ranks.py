@@ -17,7 +17,7 @@ from rl.inference.over_network import NetworkWeights
 from rl.run_dir.checksums import content_of
 from rl.run_dir.digests import digest
 from rl.run_dir.files import write_file
-from rl.run_dir.over_network import OverNetwork
+from rl.run_dir.in_memory import OverNetwork
 from rl.trainer.parallel.world import start_world
 from rl.trainer.store.image import Image
 from rl.trainer.store.layout import Slice

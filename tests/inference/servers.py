@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -18,18 +19,29 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from rl.run_dir.checksums import DELTA, DIGESTS
 from rl.run_dir.digests import HASH, digest_of_file
-from rl.run_dir.in_memory import InMemory
-from rl.run_dir.over_network import Memory
+from rl.run_dir.in_memory import InMemory, Memory
 from rl.run_dir.safetensors import tensor_digests
-from rl.run_dir.version_files import DELTA, DIGESTS
 from rl.trainer.store.deltas import LastVersion
 from rl.trainer.store.image import Image
+from rl.wire.inference_client import read
+from rl.wire.turns import Turn, unpack_logprobs
 from tests.trainer.store.images import fill, image_like
 from tests.zygote import Forked, inference_zygote
 
 MAX_MODEL_LEN = 960
 TOLERANCE = 1e-3  # nats; fp32 in both, other kernels
+
+
+def answer_of(response: httpx.Response) -> dict[str, Any]:
+    """The answer of `/generate`, with lists in place of bytes."""
+    turn = read(response.content, Turn)
+    return turn.as_record() | {
+        "token_ids": turn.completion_ids,
+        "policy_versions": msgspec.to_builtins(turn.policy_versions),
+        "prompt_logprobs": unpack_logprobs(turn.packed_prompt_logprobs),
+    }
 
 
 @dataclass
@@ -49,7 +61,7 @@ class Server:
     def generate(self, token_ids: list[int], **sampling) -> dict:
         response = self.post("/generate", token_ids=token_ids, sampling=sampling)
         assert response.status_code == 200, response.text
-        return response.json()
+        return answer_of(response)
 
     def load(
         self,

@@ -29,11 +29,10 @@ from rl.inference.routes import make_router
 from rl.inference.server import vllm_arguments
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, read_tensors
 from rl.inference.worker import count_uncompiled
-from rl.run_dir.checksums import content_of
-from rl.run_dir.deltas import Mirror
+from rl.run_dir.checksums import Mirror, content_of
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import temporary_name
-from rl.run_dir.over_network import OverNetwork
+from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import ConfigError, RunError
@@ -77,11 +76,9 @@ def test_routes_are_asked_of_vllm_on_gpus_alone(monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [((5, 3, 2), ""), ((4, 3, 2), "gave those of 4 of 5 tokens' routes"), (None, "gave none of 5")],
+    [((7, 3, 2), ""), ((6, 3, 2), "gave those of 6 of 7 tokens' routes"), (None, "gave none of 7")],
 )
-def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said):
-    """As vLLM's own engine returns them: of prompt and answer, from the token that was named,
-    without the last."""
+def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
     routes = None if given is None else np.arange(math.prod(given), dtype=np.uint16).reshape(given)
     flat = SimpleNamespace(logprobs=[-1.0, -2.0])
     answer = SimpleNamespace(
@@ -96,12 +93,12 @@ def test_an_answer_has_the_routes_of_the_tokens_that_were_asked_for(given, said)
     engine = SimpleNamespace(
         sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once
     )
-    work = VersionedEngine.sample(engine, [1, 2, 3, 4, 5, 6], SamplingParams(), routes_from=2)
+    work = VersionedEngine.sample(engine, [1, 2, 3, 4, 5, 6], SamplingParams(), routes=True)
     if said:
         with pytest.raises(ValueError, match=said):
             asyncio.run(work)
     else:
-        assert np.frombuffer(asyncio.run(work).routes, dtype=np.uint16).tolist() == list(range(30))
+        assert np.frombuffer(asyncio.run(work).routes, dtype=np.uint16).tolist() == list(range(42))
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from rl.config.command_line import build, parse_args
 from rl.inference import main
 from rl.inference.server import check_experts, engine_config, running_engine
-from rl.run_dir.deltas import Mirror
+from rl.run_dir.checksums import Mirror
 from rl.run_dir.paths import RunDir
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.messages import WeightVersion

@@ -15,8 +15,7 @@ from rl.orchestrator.batches.batch_selection import OrchestratorState
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.run_dir.checksums import checksum
 from rl.run_dir.digests import HASH, digest
-from rl.run_dir.files import clean_leftovers, encode_record
-from rl.run_dir.hashes import sha256
+from rl.run_dir.files import clean_leftovers, encode_record, sha256
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import encode_batch
 from rl.wire.messages import TrainBatch

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rl.config.command_line import build, parse_args
-from rl.diagnosis.rollouts import short_messages_text
+from rl.diagnosis.rollouts import messages_text
 from rl.launch.console import COLUMNS, Console, cell
 from rl.launch.phases import alike, phase_text
 from rl.run_dir.metric_names import PASS
@@ -309,7 +309,9 @@ def test_of_a_long_prompt_the_question_is_shown_and_what_followed():
     own = [
         {"role": role, "content": f"own {i}"} for i in range(5) for role in ("assistant", "user")
     ]
-    said = short_messages_text([*examples, {"role": "user", "content": "the question"}, *own], 13)
+    said = messages_text(
+        [*examples, {"role": "user", "content": "the question"}, *own], 13, is_short=True
+    )
     assert said.splitlines() == [
         "user: example 0",
         "[... 11 messages ...]",

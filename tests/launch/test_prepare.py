@@ -69,7 +69,6 @@ class Place:
         for step in checkpoints:
             self.run_dir.checkpoint(step).mkdir(parents=True)
         self.run_dir.pending.touch()
-        self.run_dir.pending_rollouts.touch()
 
 
 @pytest.fixture
@@ -600,7 +599,6 @@ def test_resume_at_a_step_moves_the_rest_away(place):
         "metrics.jsonl",
         "rollouts/000003.jsonl",
         "rollouts/000004.jsonl",
-        "rollouts/pending.jsonl",
         "wandb.json",
         "weights/000003",
         "weights/000004",

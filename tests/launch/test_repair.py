@@ -40,13 +40,7 @@ def checkpoint(run_dir: RunDir, step: int) -> None:
 
 
 def finished(group_id: int, sampled_by: int) -> Group:
-    turn = Turn(
-        prompt_ids=[1],
-        completion_ids=[2],
-        logprobs=[-1.0],
-        policy_versions=[VersionSpan(sampled_by, 1)],
-        finish_reason="stop",
-    )
+    turn = Turn.of([1], [2], [-1.0], [VersionSpan(sampled_by, 1)])
     return Group(
         group_id=group_id, env="e", task=0, rollouts=[Rollout(turns=[turn])], advantages=[0.0]
     )

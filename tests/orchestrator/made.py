@@ -15,9 +15,8 @@ def turn(
     fields = {
         "logprobs": [-1.0] * len(completion),
         "policy_versions": [VersionSpan(version, len(completion))],
-        "finish_reason": "stop",
     }
-    return Turn(prompt_ids=[*prompt], completion_ids=[*completion], **fields | changes)
+    return Turn.of([*prompt], [*completion], **fields | changes)
 
 
 def worker_setup(name: str = "a", **changes: Any) -> WorkerSetup:

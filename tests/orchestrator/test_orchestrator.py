@@ -15,7 +15,6 @@ from rl.config.command_line import build, parse_args
 from rl.homes.resolve import homes_of
 from rl.orchestrator.batches.batch_builder import BatchBuilder
 from rl.orchestrator.evals.evaluator import Evaluator
-from rl.orchestrator.groups.pending import read_groups
 from rl.orchestrator.main import run
 from rl.run_dir.files import write_directory
 from rl.run_dir.metrics import read_metrics
@@ -23,7 +22,8 @@ from rl.run_dir.status import Status
 from rl.system.errors import GIVE_UP, RunError
 from rl.wire.batch_file import batch_head, decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
-from rl.wire.rollouts import Members
+from rl.wire.pending import read_records, waiting_lines
+from rl.wire.rollouts import Group
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.stub_inference import StubInference
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
@@ -364,11 +364,12 @@ def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
         deadline = time.monotonic() + 60
         while not kept and time.monotonic() < deadline and not runner.done():
             await asyncio.sleep(0.05)
-            for record in read_groups(pending)[0]:
-                assert isinstance(record, Members)
-                kept.setdefault(record.group_id, []).extend(
-                    rollout.turns.token_ids(0) for rollout in record.members
-                )
+            for record in read_records(pending)[0]:
+                if isinstance(record, Group):
+                    assert not record.finished
+                    kept.setdefault(record.group_id, []).extend(
+                        rollout.turns.token_ids(0) for rollout in record.rollouts
+                    )
             for group in [group for group, members in kept.items() if len(members) < 4]:
                 del kept[group]
         raise KilledError
@@ -417,12 +418,8 @@ def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
         play(config, model, steps=[])
     error = unwrap(caught.value)
     assert isinstance(error, RunError) and error.exit_code == GIVE_UP and text in str(error)
-    readable = config.run_dir.pending_rollouts  # of what was played until then
-    lines = (
-        [json.loads(line) for line in readable.read_bytes().splitlines()]
-        if readable.exists()
-        else []
-    )
+    # of what was played until then
+    lines = [json.loads(line) for line in waiting_lines(config.run_dir.pending).splitlines()]
     assert {line["why"] for line in lines} == {"always": {"environment"}, "0.0": {"no_signal"}}.get(
         flags[1], set()
     )

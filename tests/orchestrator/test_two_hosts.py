@@ -19,10 +19,9 @@ import pytest
 
 from rl.orchestrator.batches import batch_selection as batches
 from rl.run_dir import lease, metrics
-from rl.run_dir.files import clean_leftovers, temporary_name, write_directory
+from rl.run_dir.files import TakenError, clean_leftovers, temporary_name, write_directory
 from rl.run_dir.lease import check_fence, hold_role
 from rl.run_dir.metrics import MetricsLog, merging
-from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
 from rl.system import faults

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.batches.batch_selection import decode_state, rollout_line
+from rl.orchestrator.batches.batch_selection import decode_state
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.groups.pending import PendingLog
@@ -42,10 +42,11 @@ from rl.system.credentials import redact_json
 from rl.system.errors import ConfigError, RunError
 from rl.wire import messages
 from rl.wire.batch_file import decode_batch, encode_batch
-from rl.wire.inference_client import Generation, HeldVersion, InferenceLostError, Refusal, read
+from rl.wire.inference_client import InferenceLostError, read
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
 from rl.wire.transport import REPLIES, REQUESTS, UNREADABLE
+from rl.wire.turns import Turns, pack_ids
 from rl.wire.worker_messages import Description, Heartbeat, LoadFailed, Played, Ready
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
@@ -65,13 +66,7 @@ class Target(NamedTuple):
     examples: list[bytes]
 
 
-TURN = Turn(
-    prompt_ids=[1, 2],
-    completion_ids=[3, 4],
-    logprobs=[-0.5, -1.5],
-    policy_versions=[VersionSpan(3, 2)],
-    finish_reason="stop",
-)
+TURN = Turn.of([1, 2], [3, 4], [-0.5, -1.5], [VersionSpan(3, 2)])
 ROLLOUT = Rollout(
     turns=[TURN],
     text=[{"role": "user", "content": "hé"}],
@@ -173,14 +168,8 @@ def safetensors(data: bytes, folder: Path) -> None:
 
 def from_inference(data: bytes, _: Path) -> None:
     """Each of the server's answers in turn; the first that it is not decides."""
-    answer = read(data, Generation)
-    Turn(
-        prompt_ids=[1],
-        completion_ids=answer.token_ids,
-        logprobs=answer.logprobs,
-        policy_versions=answer.policy_versions,
-        finish_reason=answer.finish_reason,
-    )
+    answer = read(data, Turn)
+    Turns.of([msgspec.structs.replace(answer, packed_prompt=pack_ids([1]))])
 
 
 def configuration(data: bytes, folder: Path) -> None:
@@ -319,12 +308,7 @@ TARGETS = {
     "inference": Target(
         from_inference,
         (InferenceLostError, ValueError),
-        as_json(
-            Generation([1, 2], [-0.5, -1.0], [VersionSpan(3, 2)], "stop"),
-            HeldVersion(3),
-            HeldVersion(3, pause_s=0.5),
-            Refusal(),
-        ),
+        [msgspec.msgpack.encode(TURN)],
     ),
     "config": Target(
         configuration,

@@ -17,22 +17,22 @@ from typing import Any
 import psutil
 
 from rl.config.run import RLConfig
-from rl.orchestrator.groups.pending import decode
 from rl.run_dir.files import CorruptFileError, decode_records
 from rl.run_dir.metrics import parse_line, read_metrics, sources_dir
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import decode_batch, open_rollouts
-from rl.wire.rollouts import Group, Members
+from rl.wire.pending import decode
+from rl.wire.rollouts import Drawn, Group
 
 INTERRUPTED_S = 60.0
 """Half-written things that are younger were being written when the run was stopped."""
 LEFTOVER = re.compile(r"\..+\.(tmp|old|replaced)")
 
 
-def pending_records(path: Path) -> list[Group | Members]:
+def pending_records(path: Path) -> list[Group | Drawn]:
     """What pending.log has whole, as the next orchestrator will find it; of one that is being
     written, what is before the torn end."""
-    found: list[Group | Members] = []
+    found: list[Group | Drawn] = []
     with suppress(CorruptFileError, FileNotFoundError):
         for payload in decode_records(path.read_bytes(), str(path)):
             found.append(decode(payload))
@@ -41,7 +41,11 @@ def pending_records(path: Path) -> list[Group | Members]:
 
 def pending_groups(path: Path) -> set[int]:
     """Ids of the whole groups of pending.log."""
-    return {record.group_id for record in pending_records(path) if isinstance(record, Group)}
+    return {
+        record.group_id
+        for record in pending_records(path)
+        if isinstance(record, Group) and record.finished
+    }
 
 
 def rollout_lines(run_dir: RunDir) -> dict[int, list[dict[str, Any]]]:

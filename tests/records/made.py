@@ -5,14 +5,13 @@ from pathlib import Path
 
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_selection import rollout_lines
 from rl.orchestrator.evals.eval_metrics import write_eval
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_batch, write_rollouts
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, rollout_lines
 from rl.wire.turns import Turn
 
 RULES = {"sums": Rules(), "words": Rules()}
@@ -36,13 +35,7 @@ def make_run(root: Path, **more) -> RunDir:
 def rollout(reward: float, version: int = 0, text: str = "four", **more) -> Rollout:
     """One answer of three tokens."""
     spans = [VersionSpan(version, 3)]
-    turn = Turn(
-        prompt_ids=[1, 2],
-        completion_ids=[3, 4, 5],
-        logprobs=[-0.5, -1.0, -0.25],
-        policy_versions=spans,
-        finish_reason="stop",
-    )
+    turn = Turn.of([1, 2], [3, 4, 5], [-0.5, -1.0, -0.25], spans)
     messages = more.pop(
         "messages", [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": text}]
     )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl.orchestrator.groups.group_credit import credit_group
-from rl.orchestrator.groups.pending import PendingRollouts
+from rl.orchestrator.groups.pending import PendingLog
 from rl.records import cache, columns, index
 from rl.records.run import Run
 from rl.run_dir.files import write_file
@@ -225,14 +225,14 @@ def test_a_table_has_all_fields(run_dir):
 
 
 def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch):
-    run, pending = Run(run_dir.root), PendingRollouts(run_dir.pending_rollouts, RULES)
+    run, pending = Run(run_dir.root), PendingLog(run_dir.pending)
     assert len(run.rollouts()) == 8 and len(run.rollouts("pending")) == 0
     pending.append([group(4, [0.0, 1.0])])
     assert ids(run.rollouts("pending", why="pending")) == [(4, 0), (4, 1)]
     # those without a step are in no stretch of steps
     assert ids(run.rollouts(step=(None, 1))) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    with run_dir.pending_rollouts.open("ab") as file:
-        file.write(b'{"step": nul')
+    with run_dir.pending.open("ab") as file:
+        file.write(b"torn")
     assert len(run.rollouts("pending")) == 2 and run.rollouts("pending")[1].text
     waiting = run.rollouts("pending")
     read = []
@@ -246,11 +246,12 @@ def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch
     assert (
         len(run.rollouts("pending")) == 0 and len(run.rollouts()) == 10 and read == ["000003.jsonl"]
     )
-    pending.rewrite([group(5, [1.0])])
+    pending.groups = [group(5, [1.0])]
+    pending.rewrite()
     assert (
         ids(run.rollouts())[-3:] == [(4, 0), (4, 1), (5, 0)]
         and len(run.rollouts("train")) == 10
-        and read == ["000003.jsonl", "pending.jsonl"]
+        and read == ["000003.jsonl"]
     )
     with pytest.raises(RunError, match="has moved: its file was rewritten"):
         _ = waiting[1].row

@@ -49,12 +49,10 @@ def test_a_checkpoint_of_a_newer_rl_is_not_damaged(checkpoint):
     assert not isinstance(error.value, CorruptFileError)
 
 
-@pytest.mark.parametrize("names", [None, {"__0_0.distcp"}])
-def test_a_flipped_bit_in_a_name_of_a_hash_is_damage(checkpoint, names):
+def test_a_flipped_bit_in_a_name_of_a_hash_is_damage(checkpoint):
     write_manifest(checkpoint, __0="blake9")
     with pytest.raises(CorruptFileError, match=r"__0_0\.distcp: damaged"):
-        verify_checkpoint(checkpoint, names=names)
-    assert verify_checkpoint(checkpoint, names={".metadata"})["step"] == 1
+        verify_checkpoint(checkpoint)
 
 
 def test_a_sparse_file_of_the_wrong_size_is_not_read(checkpoint):

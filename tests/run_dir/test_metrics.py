@@ -113,6 +113,10 @@ def test_cut(path):
     assert cut_metrics(path, 1) == []
 
 
+def lines_of(path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
 def merge_and_cut(path) -> None:
     """A run in which everything happens; each line has a unique number."""
     count = len(path.read_bytes()) if path.exists() else 0
@@ -157,17 +161,13 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
         # the next writers, which cut off incomplete lines
         sources = [MetricsLog(path, source).path for source in "ab"]
         Merger(path).merge()
-        merged = path.read_bytes().splitlines(keepends=True)
-        there = [
-            line for source in sources for line in source.read_bytes().splitlines(keepends=True)
-        ]
-        assert len(set(merged)) == len(merged) and set(there) <= set(merged), name
+        merged = lines_of(path)
+        assert len(set(merged)) == len(merged), name
+        assert {line for source in sources for line in lines_of(source)} <= set(merged), name
         assert all(json.loads(line)["step"] for line in merged)
         cut_metrics(path, 1)  # as the next resume does
-        left = [
-            line for source in sources for line in source.read_bytes().splitlines(keepends=True)
-        ]
-        assert sorted(path.read_bytes().splitlines(keepends=True)) == sorted(left), name
+        left = [line for source in sources for line in lines_of(source)]
+        assert sorted(lines_of(path)) == sorted(left), name
 
 
 def test_a_merger_goes_by_what_is_there(path):

@@ -8,12 +8,10 @@ from pathlib import Path
 import uvicorn
 
 from rl.config.run import RLConfig
-from rl.tinker.app import Api, make_app
-from rl.tinker.downloads import Downloads
-from rl.tinker.gate import KEY_PREFIX, Gate
-from rl.tinker.listing import Listing
-from rl.tinker.places import Places
-from rl.tinker.sampling import Sampling
+from rl.tinker.app import TinkerApi, make_app
+from rl.tinker.http import KEY_PREFIX, KeyGate
+from rl.tinker.sampling import SamplingSessions
+from rl.tinker.storage import Storage
 from rl.tinker.training import Training
 from tests.ports import free_ports
 from tests.tinker.test_app import KEY, SECRET, CountingLearner, Servers
@@ -49,19 +47,17 @@ class Service:
         config = RLConfig.model_validate(
             {"name": "s", "output_dir": str(self.root), "model": model, "serve": {"alias": NAME}}
         )
-        places = Places(config.run_dir)
-        training = Training(config, places, self.learner)
-        sampling = Sampling(config, places, self.servers, training.name, self.learner.vocab_size)  # type: ignore[arg-type]
-        app = make_app(
-            Api(training, sampling, places),
-            Listing(training, sampling, places),
-            Downloads(places, SECRET),
-        )
+        storage = Storage(config.run_dir)
+        training = Training(config, storage, self.learner)
+        sampling = SamplingSessions(
+            config, storage, self.servers, training.name, self.learner.vocab_size
+        )  # type: ignore[arg-type]
+        app = make_app(TinkerApi(training, sampling, storage, SECRET))
         sampling.begin()
         work = asyncio.create_task(training.run())
         self.server = uvicorn.Server(
             uvicorn.Config(
-                Gate(app, KEY, SECRET, loopback=True),
+                KeyGate(app, KEY, SECRET, loopback=True),
                 port=self.port,
                 log_level="warning",
                 lifespan="off",

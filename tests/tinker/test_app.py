@@ -17,18 +17,16 @@ from rl.config.run import RLConfig
 from rl.run_dir.digests import HASH
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
-from rl.tinker.app import Api, make_app
-from rl.tinker.downloads import Downloads
-from rl.tinker.gate import Gate
-from rl.tinker.listing import Listing
-from rl.tinker.log import Call, Log
-from rl.tinker.places import Places
-from rl.tinker.proto import FLOAT32, INT64, MESSAGE
-from rl.tinker.sampling import Sampling, Target, Turns
+from rl.tinker.app import TinkerApi, make_app
+from rl.tinker.codec import FLOAT32, INT64, MESSAGE
+from rl.tinker.http import KeyGate
+from rl.tinker.log import CallLog, ClientCall
+from rl.tinker.sampling import SamplingSessions, Target, VersionTurns
+from rl.tinker.storage import Storage
 from rl.tinker.training import Training
-from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
 from rl.wire.training_calls import CallError, NoRoomError, Scored
+from rl.wire.turns import Turn, pack_logprobs
 
 KEY, SECRET = "k" * 32, "s" * 32
 
@@ -110,10 +108,14 @@ class Servers:
         of_prompt = (
             [None, *(-float(token) for token in token_ids[1:])]
             if sampling.get("prompt_logprobs")
-            else None
+            else []
         )
-        return Generation(
-            [7, 8], [-0.5, -0.25], [VersionSpan(held, 2)], "stop", prompt_logprobs=of_prompt
+        return Turn.of(
+            token_ids,
+            [7, 8],
+            [-0.5, -0.25],
+            [VersionSpan(held, 2)],
+            packed_prompt_logprobs=pack_logprobs(of_prompt),
         )
 
 
@@ -125,15 +127,14 @@ class Client:
         config = RLConfig.model_validate(
             {"name": "s", "output_dir": str(root), "model": model, "serve": {"alias": "meta/x"}}
         )
-        places = Places(config.run_dir)
+        storage = Storage(config.run_dir)
         self.learner, self.servers = CountingLearner(), Servers()
-        self.training = Training(config, places, self.learner)
-        self.sampling = Sampling(
-            config, places, self.servers, self.training.name, self.learner.vocab_size
+        self.training = Training(config, storage, self.learner)
+        self.sampling = SamplingSessions(
+            config, storage, self.servers, self.training.name, self.learner.vocab_size
         )
-        listing = Listing(self.training, self.sampling, places)
-        app = Gate(
-            make_app(Api(self.training, self.sampling, places), listing, Downloads(places, SECRET)),
+        app = KeyGate(
+            make_app(TinkerApi(self.training, self.sampling, storage, SECRET)),
             KEY,
             SECRET,
             loopback=True,
@@ -381,13 +382,13 @@ def test_names_are_told_apart_and_stay_in_their_folder(tmp_path):
                     await client.call(
                         kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name}
                     )
-            places = client.sampling.places
+            storage = client.sampling.storage
             saved = [
-                places.find(f"tinker://{model}/sampler_weights/{name}")[3]
+                storage.find(f"tinker://{model}/sampler_weights/{name}")[1]
                 for name in ("epoch-0.5", "epoch-0.25")
             ]
             assert [one.policy_version for one in saved] == [1, 2] and len(
-                places.all_saved(model)
+                storage.all_saved(model)
             ) == 4
             for number, name in enumerate((".", "..", "\u4e00", ".hidden"), 7):
                 answer = await client.call(
@@ -450,13 +451,13 @@ def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_en
             promise = await client.post("asample", sample)
             await client.post("retrieve_future", {"request_id": promise["request_id"]}, 408)
             assert await client.result(promise) and not session.tasks
-            client.sampling.places.sampling_log("s:sample:1").touch()  # as a kill leaves it
-            damaged = client.sampling.places.sampling_log("s:sample:2")
+            client.sampling.storage.sampling_log("s:sample:1").touch()  # as a kill leaves it
+            damaged = client.sampling.storage.sampling_log("s:sample:2")
             damaged.write_bytes(b"?" * 100)
         async with Client(tmp_path) as client:
             answer = await client.post("retrieve_future", {"request_id": "s:sample:2/1"}, 400)
             assert str(damaged) in answer["detail"]
-            assert not client.sampling.places.sampling_log("s:sample:1").exists()
+            assert not client.sampling.storage.sampling_log("s:sample:1").exists()
 
     asyncio.run(scenario())
 
@@ -598,7 +599,7 @@ def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(
             assert (await client.http.get(url.split("?")[0])).status_code == 401
             with monkeypatch.context() as later:
                 now = time.time()
-                later.setattr("rl.tinker.gate.time.time", lambda: now + 3601)
+                later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
                 assert (await client.http.get(url)).status_code == 401
             client.http.headers["x-api-key"] = key
             path = {
@@ -633,12 +634,14 @@ def test_a_server_of_many_models_opens_the_files_of_few(tmp_path, monkeypatch):
                 await client.call("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             assert open_files() - start < 40
             await client.training.models[models[7]].log.add(
-                Call(3, "forward_backward", forward_backward(models[7], 3))
+                ClientCall(3, "forward_backward", forward_backward(models[7], 3))
             )
             return models
 
     async def again(models):
-        monkeypatch.setattr("rl.tinker.training.Log", lambda path: opened.append(path) or Log(path))
+        monkeypatch.setattr(
+            "rl.tinker.training.CallLog", lambda path: opened.append(path) or CallLog(path)
+        )
         async with Client(tmp_path) as client:
             start = open_files()
             listed = [
@@ -668,7 +671,7 @@ def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
 
     async def again(damaged, sound):
         path = (
-            Places(RLConfig.model_validate({"name": "s", "output_dir": str(tmp_path)}).run_dir)
+            Storage(RLConfig.model_validate({"name": "s", "output_dir": str(tmp_path)}).run_dir)
             .model(damaged)
             .root
             / "calls.log"
@@ -844,7 +847,7 @@ def test_a_request_that_is_cancelled_at_any_moment_lets_the_others_through(ticks
 
     async def scenario():
         servers = Servers()
-        turns = Turns(servers)
+        turns = VersionTurns(servers)
 
         async def sample(number):
             async with turns.of(Target("m", number, "", "")):
@@ -863,7 +866,7 @@ def test_a_request_that_is_cancelled_at_any_moment_lets_the_others_through(ticks
 def test_an_error_of_a_load_that_nobody_expected_ends_its_requests_alone():
     async def scenario():
         servers = Servers()
-        turns, load = Turns(servers), servers.load
+        turns, load = VersionTurns(servers), servers.load
 
         async def broken(url, version):
             raise ValueError("not expected")

@@ -25,13 +25,14 @@ from rl.tinker.client.inference import Sampler, make_app
 from rl.tinker.client.places import Place, read_place, write_version
 from rl.tinker.client.service import check, take_key
 from rl.tinker.client.trainer import RemoteTrainer
-from rl.tinker.codec import LOSSES, loss_call
-from rl.tinker.proto import MESSAGE
+from rl.tinker.codec import LOSSES, MESSAGE, loss_call
 from rl.trainer.adapters.learner import loss_settings
 from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function
+from rl.wire.inference_client import read
 from rl.wire.inference_requests import GenerateRequest, Sampling
-from rl.wire.messages import TrainBatch
+from rl.wire.messages import TrainBatch, VersionSpan
+from rl.wire.turns import Turn, pack_ids, pack_logprobs
 from tests.tinker.in_process import NAME, Service
 from tests.trainer.samples import make_batch, make_sample
 from tests.trainer.stub_orchestrator import StubOrchestrator
@@ -380,13 +381,13 @@ def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp
                 return await http.post("/generate", json=body)
 
             same = await asyncio.gather(*(generate([1, 2, 3]) for _ in range(3)), generate([1, 2]))
-            found = {
-                "token_ids": [7, 8],
-                "logprobs": [-0.5, -0.25],
-                "policy_versions": [[2, 2]],
-                "finish_reason": "stop",
-            }
-            assert [{key: answer.json()[key] for key in found} for answer in same] == [found] * 4
+            turn = Turn(
+                packed_ids=pack_ids([7, 8]),
+                packed_logprobs=pack_logprobs([-0.5, -0.25]),
+                policy_versions=[VersionSpan(2, 2)],
+                finish_reason="stop",
+            )
+            assert [read(answer.content, Turn) for answer in same] == [turn] * 4
             logs = [*(tmp_path / "service").rglob("sampling/*.log")]
             assert len(logs) == 1 and logs[0].read_bytes().count(b'num_samples":3') == 1
             loaded = await http.post(
@@ -397,7 +398,8 @@ def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp
                 loaded.json()["policy_version"] == 1
                 and (await http.get("/status")).json()["content"] == "c"
             )
-            assert (await generate([1, 2], seed=2**40 + 5)).json()["policy_versions"] == [[1, 2]]
+            later = read((await generate([1, 2], seed=2**40 + 5)).content, Turn)
+            assert later.policy_versions == [VersionSpan(1, 2)]
             assert any(
                 b'"seed":5' in log.read_bytes()
                 for log in (tmp_path / "service").rglob("sampling/*.log")

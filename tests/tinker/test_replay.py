@@ -7,8 +7,8 @@ import pytest
 
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
-from rl.tinker.places import Places
 from rl.tinker.replay import copy_calls, replay
+from rl.tinker.storage import Storage
 from rl.tinker.training import Training
 from tests.tinker.test_app import Client, CountingLearner, forward_backward, new_model
 
@@ -39,9 +39,9 @@ async def session(root):
 
 
 def again(run_dir: RunDir, config, scratch, learner) -> list[tuple]:
-    places = Places(RunDir(scratch, scratch / "weights"))
-    assert copy_calls(run_dir, places) == 3
-    found = replay(Training(config, places, learner), run_dir, lambda there: "")
+    storage = Storage(RunDir(scratch, scratch / "weights"))
+    assert copy_calls(run_dir, storage) == 3
+    found = replay(Training(config, storage, learner), run_dir, lambda there: "")
     return [(one["version"], one["kept"], one["tensor"]) for one in found]
 
 
@@ -77,4 +77,4 @@ def test_a_model_without_a_step_has_nothing_to_compare(tmp_path):
 
     run_dir = asyncio.run(scenario())
     with pytest.raises(RunError, match="no step yet"):
-        copy_calls(run_dir, Places(RunDir(tmp_path / "t", tmp_path / "t" / "weights")))
+        copy_calls(run_dir, Storage(RunDir(tmp_path / "t", tmp_path / "t" / "weights")))

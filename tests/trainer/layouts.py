@@ -22,12 +22,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from rl.config.run import RLConfig
-from rl.run_dir import version_files
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model import policy
+from rl.trainer.model import head
 from rl.trainer.model.dither import dither
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local, make_optimizer
@@ -265,29 +264,14 @@ def pass_on(
     model = load_policy(config.model.name, config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
     if source:
-        read = load_recorded(source, model, optimizer, world)
-        (target.parent / f"read-{target.name}-{world.rank}.json").write_text(json.dumps(read))
+        assert checkpoint.load(checkpoint.newest(source, world), model, optimizer, world) == 1
     else:
         batch = make_batches(False)[0]
         packed = prepare(batch, config, world, 64)
         train_step(TrainContext(model, optimizer, config.trainer, world), packed, 1e-3, Timer())
     save_checkpoint(target / "000001", 1, model, optimizer, world)
-    (target.parent / f"again-{target.name}-{world.rank}.json").write_text(
-        json.dumps(load_recorded(target, model, optimizer, world))
-    )
+    assert checkpoint.load(checkpoint.newest(target, world), model, optimizer, world) == 1
     return state(model, optimizer)
-
-
-def load_recorded(
-    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> list[str]:
-    """Loads the checkpoint of step 1; returns the files that this rank has read for nothing but
-    their hash."""
-    read, right = [], version_files.digest_of_file
-    version_files.digest_of_file = lambda path: read.append(path.name) or right(path)
-    assert checkpoint.load(*checkpoint.newest(folder, world), model, optimizer, world) == 1
-    version_files.digest_of_file = right
-    return read
 
 
 def damaged(config: RLConfig, source: Path, world: World) -> str:
@@ -299,32 +283,23 @@ def damaged(config: RLConfig, source: Path, world: World) -> str:
     world.barrier()
     model = load_policy(config.model.name, config.model, config.trainer, world)
     try:
-        checkpoint.load(
-            *checkpoint.newest(source, world),
-            model,
-            make_optimizer(model, config.trainer.optim),
-            world,
-        )
+        optimizer = make_optimizer(model, config.trainer.optim)
+        checkpoint.load(checkpoint.newest(source, world), model, optimizer, world)
     except CorruptFileError as error:
         return str(error)
     return ""
 
 
 def refusal(config: RLConfig, world: World) -> str:
-    """What this rank says where only rank 1 puts other frequencies into the policy."""
-
-    def wrong(model: PreTrainedModel, *_: object) -> None:
-        model.model.rotary_emb.inv_freq *= 1.0 + 0.1 * world.rank
-
-    right, policy.freeze_rope = policy.freeze_rope, wrong
-    os.environ["XDG_CACHE_HOME"] = f"/nowhere/{os.getpid()}"
+    """What this rank says where only rank 1 scores something else."""
+    right = head.head_logprobs
+    head.head_logprobs = lambda *args: [x * (1.0 + 0.1 * world.rank) for x in right(*args)]
     try:
         load_policy(config.model.name, config.model, config.trainer, world)
     except RunError as error:
         return str(error)
     finally:
-        policy.freeze_rope = right
-        del os.environ["XDG_CACHE_HOME"]
+        head.head_logprobs = right
     return ""
 
 

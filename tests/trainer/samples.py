@@ -3,6 +3,7 @@
 import random
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl.config.command_line import to_toml
+from rl.config.loss import LossSettings
 from rl.config.run import RLConfig
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
@@ -153,6 +155,13 @@ def pack_alone(
 ) -> Packed:
     """A batch packed for a single rank; `weights`: of each sample's tokens, by default 1."""
     return pack(batch, weights or [1.0] * len(batch.samples), Layout(0, 1, max_tokens, 64))
+
+
+def sample_weights(
+    samples: Sequence[TrainingSample], loss: LossSettings, constant_length: int
+) -> list[float]:
+    """The weight of each sample's tokens in the loss of all of them."""
+    return loss.sample_weights([sample.num_trained for sample in samples], constant_length)
 
 
 def plain_scores(model, sample: TrainingSample) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,8 @@ from rl.trainer.data.prefetch import prepare
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import loss_function
 from rl.trainer.model import lora
-from rl.trainer.model.policy import load_policy, mode_of, score
+from rl.trainer.model.head import mode_of, score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local
 from rl.trainer.train import loss_inputs
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan

@@ -264,8 +264,9 @@ def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
     assert_alike(config.run_dir, straight[0], STEPS)
     ours = load_file(config.run_dir.weights(STEPS) / "model.safetensors")
     model = load_policy(str(tied_folder), config.model, config.trainer, world)
-    found = checkpoint.newest(config.run_dir.checkpoints, world)
-    assert checkpoint.load(*found, model, make_optimizer(model, OptimConfig()), world) == STEPS
+    optimizer = make_optimizer(model, OptimConfig())
+    newest = checkpoint.newest(config.run_dir.checkpoints, world)
+    assert checkpoint.load(newest, model, optimizer, world) == STEPS
     assert all(
         (weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters()
     )
@@ -362,7 +363,7 @@ def fail_a_thread():
     elif os.environ["RL_TEST_FAILS"] == "token log":
         token_files.write_token_log = fails
     else:
-        Publisher._is_there = fails
+        Publisher._is_written = fails
 
 
 @pytest.mark.parametrize(

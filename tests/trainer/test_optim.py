@@ -9,7 +9,7 @@ from rl.config.trainer import OptimConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer import optim
-from rl.trainer.model.policy import score
+from rl.trainer.model.head import score
 from rl.trainer.optim import (
     MOMENTS,
     OffloadedAdamW,

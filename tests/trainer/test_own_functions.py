@@ -8,14 +8,13 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.run_dir.metrics import read_metrics
-from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.train import train_step
 from rl.trainer.trainer import TrainContext
 from tests.orchestrator.test_orchestrator import lines, play
-from tests.trainer.samples import pack_alone
+from tests.trainer.samples import pack_alone, sample_weights
 
 PAGE = Path("docs/functions.md").read_text()
 

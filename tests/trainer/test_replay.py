@@ -22,7 +22,7 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
-from rl.trainer.replay import FOUND, compare, open_log
+from rl.trainer.replay import FOUND, compare
 from rl.trainer.start import start
 from rl.trainer.store.ranks import Ranks
 from rl.trainer.train import train
@@ -38,10 +38,10 @@ def make_config(root, model, **trainer) -> RLConfig:
     return run_config(root, model, STEPS, "bfloat16", **settings | trainer)
 
 
-def train_here(config, world, source=None):
+def train_here(config, world):
     """The trainer's life in this process."""
     status = Status(config.run_dir.status("trainer"), "trainer")
-    trainer = start(config, world, config.model.name, status, source)
+    trainer = start(config, world, config.model.name, status)
     train(trainer)
     status.close()
     return trainer
@@ -67,7 +67,7 @@ def replay(run_dir, config, root, world, **more):
     config = make_config(
         root, config.model.name, **config.trainer.model_dump() | {"data": {"replay": settings}}
     )
-    trainer = train_here(config, world, open_log(config, config.trainer.data.replay))
+    trainer = train_here(config, world)
     lines = [json.loads(line) for line in (config.run_dir.root / FOUND).read_text().splitlines()]
     return (
         trainer,
@@ -317,17 +317,7 @@ def test_what_is_trained_again_is_not_written_again(
         verify_version(run_dir.weights(4))["tensors"]
         == read_digests(recorded[0].run_dir.digests(4))["tensors"]
     )
-    assert (
-        "000004/digests.json: missing or damaged; version 4 is written again"
-        in capsys.readouterr().err
-    )
-    assert warned == [
-        (
-            "damaged",
-            f"{run_dir.weights(4) / 'digests.json'}: missing or damaged; version 4 is "
-            "written again",
-        )
-    ]
+    assert not warned, "what is damaged was mended"
     for name in ("checkpoints/000004", "weights"):
         shutil.rmtree(run_dir.root / name)
     content = read_digests(run_dir.digests(3))
@@ -342,34 +332,9 @@ def test_what_is_trained_again_is_not_written_again(
         "WARNING: version 3 was trained again and differs from before, first in "
         f"{next(iter(content['tensors']))} (threads 7 there" in said
     )
-    assert [about for about, _ in warned] == [
-        "damaged",
-        "inexact",
-    ] and f"WARNING: {warned[1][1]}\n" in said
+    assert [about for about, _ in warned] == ["inexact"] and f"WARNING: {warned[0][1]}\n" in said
     assert (
         said.count("WARNING") == 1
         and read_digests(run_dir.digests(3))["tensors"]
         == verify_version(run_dir.weights(3))["tensors"]
     )
-
-
-def test_a_record_that_is_damaged_is_no_other_version(recorded, batches, world, tmp_path, capsys):
-    """The version beside it is what was trained again: nothing is said of exactness."""
-    config = recorded[0]
-    run_dir = copy_of(config.run_dir, tmp_path / "run")
-    config = make_config(tmp_path, config.model.name, **config.trainer.model_dump())
-    shutil.rmtree(run_dir.checkpoint(4))
-    content = read_digests(run_dir.digests(4))
-    first = next(iter(content["tensors"]))
-    run_dir.digests(4).unlink()
-    run_dir.digests(4).write_text(
-        json.dumps(content | {"tensors": content["tensors"] | {first: "0" * 64}})
-    )
-    with StubOrchestrator(run_dir, batches):
-        train_here(config, world)
-    said = (
-        f"{run_dir.digests(4)}: differs from {run_dir.weights(4) / 'digests.json'} in tensor "
-        f"{first}; version 4 is written again"
-    )
-    assert f"WARNING: {said}\n" in (err := capsys.readouterr().err) and err.count("WARNING") == 1
-    assert read_digests(run_dir.digests(4)) == content

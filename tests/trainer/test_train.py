@@ -18,7 +18,7 @@ from rl.trainer.measure.statistics import Statistics
 from rl.trainer.measure.tokens import TokenColumns
 from rl.trainer.model import logprobs
 from rl.trainer.model.attention import attention
-from rl.trainer.model.policy import score
+from rl.trainer.model.head import score
 from rl.trainer.train import loss_inputs
 from tests.families import CONFIGS
 from tests.trainer.device import on_cpu

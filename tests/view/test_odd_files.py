@@ -14,10 +14,9 @@ from rl.run_dir.events import Event, append_event
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span, Start
 from rl.view.library import Library
-from rl.view.queries import Query
 from rl.view.responses import RunRow
 from rl.view.rollouts import Wanted
-from rl.view.routes import CurveParameters, Handlers, OfRun, OfRuns, TimelineParameters
+from rl.view.routes import Handlers
 from rl.view.tokens import piece
 from tests.records.made import group, make_run, write_step
 from tests.view.made import write_numbers
@@ -33,7 +32,7 @@ def made(root: Path, steps: int = 4) -> RunDir:
 
 
 def rows(handlers: Handlers) -> dict[str, RunRow]:
-    return {row.key: row for row in handlers.runs(Query()).runs}
+    return {row.key: row for row in handlers.runs().runs}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
         file.write('{"step": 6, "source": "trainer", "loss/mean": 0.25}\n')
     row = rows(handlers)["x"]
     assert (row.state, row.step) == ("stopped", 6) and row.seconds < 60
-    (series,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"])).series
+    (series,) = handlers.curves(run=["x"], name=["loss/mean"]).series
     assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(
         kind="columns"
     )["step"].max() == 6
@@ -62,9 +61,9 @@ def test_metrics_without_end_are_bounded_and_said_to_be(tmp_path, monkeypatch):
         file.writelines(
             json.dumps({"step": 9, "source": "stranger", f"m{i}": i}) + "\n" for i in range(9)
         )
-    names = [metric.name for metric in handlers.metrics(OfRuns(run=["x"])).metrics]
+    names = [metric.name for metric in handlers.metrics(run=["x"]).metrics]
     assert {"m0", "m1", "m2"} < {*names} and "m3" not in names
-    said = [finding.text for finding in handlers.health(OfRun(run="x")).findings]
+    said = [finding.text for finding in handlers.health(run="x").findings]
     assert any(
         "has more than 10,000 metrics of the stranger; the others are shown nowhere" in text
         for text in said
@@ -99,9 +98,9 @@ def test_times_that_no_clock_shows_are_passed_over(tmp_path):
     (files.evals / "best.json").write_text("{")
     # nobody has a heartbeat
     assert rows(handlers)["x"].seconds < 60 and rows(handlers)["x"].state == "stopped"
-    found = handlers.timeline(TimelineParameters(run="x"))
+    found = handlers.timeline(run="x")
     assert found.last < 1e11 and not [moment for moment in found.moments if moment.kind == "death"]
-    assert len(handlers.curves(CurveParameters(run=["x"], name=["loss/mean"])).series) == 1
+    assert len(handlers.curves(run=["x"], name=["loss/mean"]).series) == 1
 
 
 def test_names_are_harmless_and_no_folder_is_passed_over(tmp_path):
@@ -129,7 +128,7 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
         append_event(files.events, Event(time=1000.0, event="start", process="rl"))
         files.evals.mkdir()
         files.metrics.write_bytes((files.metrics.with_suffix("") / "trainer.jsonl").read_bytes())
-    handlers, of = Handlers(Library([tmp_path])), lambda name: OfRun(run=name)
+    handlers = Handlers(Library([tmp_path]))
     rows(handlers)
     shut = {
         "folder": runs["folder"].root,
@@ -143,7 +142,7 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
     }
     with denied(*shut.values()):
         handlers = Handlers(Library([tmp_path]))
-        answer = handlers.runs(Query())
+        answer = handlers.runs()
         found = {row.key: row for row in answer.runs}
         assert (
             found.keys() == {"good", *names} - {"folder"}
@@ -155,7 +154,7 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
                 "unreadable",
                 True,
             ), name
-            health = handlers.health(of(name))
+            health = handlers.health(name)
             assert (health.state, "Permission denied" in health.bottleneck) == (
                 "unreadable",
                 True,
@@ -166,14 +165,13 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
             4,
         )
         assert any(
-            "Permission denied" in finding.text
-            for finding in handlers.health(of("rollouts")).findings
+            "Permission denied" in finding.text for finding in handlers.health("rollouts").findings
         )
         for name in ("rollouts", "evals"):
             assert "Permission denied" in "".join(handlers.rollouts(Wanted(run=name)).damaged)
         assert handlers.rollouts(Wanted(run="evals")).total == 2
     assert handlers.rollouts(Wanted(run="rollouts")).total == 2  # it may be read again
-    assert not handlers.health(of("rollouts")).findings[1:]
+    assert not handlers.health("rollouts").findings[1:]
 
 
 def test_a_token_that_no_vocabulary_has_is_shown_as_its_number():

@@ -13,7 +13,6 @@ from rl.system.errors import RunError
 from rl.view.library import Library
 from rl.view.main import main as view
 from rl.view.main import place_of
-from rl.view.queries import Query
 from rl.view.routes import Handlers
 from rl.view.runs import fingerprint, watched
 from tests.records.made import make_run
@@ -37,7 +36,7 @@ def server(tmp_path) -> RunDir:
 
 
 def test_the_models_of_a_server_are_listed_beside_it_with_their_loss(server):
-    rows = {row.key: row for row in Handlers(Library([server.root.parent])).runs(Query()).runs}
+    rows = {row.key: row for row in Handlers(Library([server.root.parent])).runs().runs}
     assert rows.keys() == {"serve-x", "serve-x/models/s-0", "serve-x/models/s-1"}
     trained = rows["serve-x/models/s-0"]
     assert (trained.step, trained.max_steps, trained.measure, trained.rewards) == (

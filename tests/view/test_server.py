@@ -31,18 +31,8 @@ from rl.system.errors import RunError
 from rl.view import responses, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import KEPT, Library
-from rl.view.queries import Query
 from rl.view.rollouts import Wanted, Which
-from rl.view.routes import (
-    ROUTES,
-    CurveParameters,
-    Handlers,
-    OfRun,
-    OfRuns,
-    TaskParameters,
-    TasksParameters,
-    TimelineParameters,
-)
+from rl.view.routes import ROUTES, Handlers
 from rl.view.server import PAGE, make_app
 from rl.wire.rollouts import Group
 from tests.records.made import group, make_run, rollout, write_eval_of, write_step
@@ -117,8 +107,8 @@ def test_few_runs_stay_open_and_a_list_that_is_still_right_opens_none(tmp_path, 
     monkeypatch.setattr(
         Run, "__init__", lambda run, root: (opened.append(root.name), begin(run, root))[1]
     )
-    assert len(handlers.runs(Query()).runs) == count == len(opened) and len(library.opened) == KEPT
-    assert len(handlers.runs(Query()).runs) == count == len(opened)
+    assert len(handlers.runs().runs) == count == len(opened) and len(library.opened) == KEPT
+    assert len(handlers.runs().runs) == count == len(opened)
     first = library.run("x0")
     for i in range(1, KEPT):
         library.run(f"x{i}")
@@ -141,19 +131,15 @@ def test_a_branch_is_compared_as_one_and_environments_at_equal_shares(tmp_path):
             )
     files.origin.write_bytes(msgspec.json.encode(Origin("x", 40, 0.0, [])))
     handlers = Handlers(Library([tmp_path]))
-    found = handlers.compare(OfRuns(run=["x", "y"]))
+    found = handlers.compare(run=["x", "y"])
     assert (
         found.notes == ["y: branch of x at step 40; it began with what that run had learned"]
         and not found.faults
     )
     assert found.learned[-1].rewards == [0.6, 0.75]
-    assert {row.key: row.reward for row in handlers.runs(Query()).runs} == {"x": 0.6, "y": 0.75}
+    assert {row.key: row.reward for row in handlers.runs().runs} == {"x": 0.6, "y": 0.75}
     names = [
-        {
-            one.name
-            for one in handlers.metrics(OfRuns(run=[run])).metrics
-            if one.name.startswith("reward/")
-        }
+        {one.name for one in handlers.metrics(run=[run]).metrics if one.name.startswith("reward/")}
         for run in ("x", "y")
     ]
     assert names == [{"reward/mean"}, {"reward/mean", "reward/sums/mean", "reward/words/mean"}]
@@ -517,7 +503,7 @@ def test_time_health_logs_and_differences(ask):
 
 def test_machines_of_a_cluster_have_rows_and_no_lines(tmp_path):
     make_cluster_run(tmp_path / "x")
-    found = Handlers(Library([tmp_path / "x"])).health(OfRun(run="x"))
+    found = Handlers(Library([tmp_path / "x"])).health(run="x")
     assert [(row.index, row.host, row.does, row.facts, row.state) for row in found.machines] == [
         (0, "<b>host0", "trains and leads", "8 GPUs, 8 ranks in generation 0", "lost"),
         (1, "<b>host1", "serves", "8 GPUs", "lost"),
@@ -576,7 +562,7 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(alone):
         write_status(
             files.status("trainer"), RoleStatus(process="trainer", phase=phase, step=1, **fields)
         )
-        quiet = handlers.timeline(TimelineParameters(run="x")).quiet
+        quiet = handlers.timeline(run="x").quiet
         return [(round(one.begin - now + 100, 1), round(one.end - now + 100, 1)) for one in quiet]
 
     assert status(Phase.TRAINING, 30.0) == []
@@ -594,7 +580,7 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(alone):
     append_event(files.events, Event(time=now - 35, event="death", process="inference"))
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (65.0, 98.0)]
     with pytest.raises(RunError, match=r"^begin = 1795402589.404 is after end = 1$"):
-        handlers.timeline(TimelineParameters(run="x", begin=1795402589.404, end=1.0))
+        handlers.timeline(run="x", begin=1795402589.404, end=1.0)
 
 
 def test_numbers_of_a_process_end_with_it(alone):
@@ -616,11 +602,7 @@ def test_numbers_of_a_process_end_with_it(alone):
     (files.spans / "inference.jsonl").write_bytes(
         b"".join(msgspec.json.encode(line) + b"\n" for line in (clock, *life, *more, *again))
     )
-    (lane,) = (
-        lane
-        for lane in handlers.timeline(TimelineParameters(run="x")).lanes
-        if lane.name == "in flight"
-    )
+    (lane,) = (lane for lane in handlers.timeline(run="x").lanes if lane.name == "in flight")
     assert [(span.begin - 1000, span.end - 1000, span.text[0]) for span in lane.spans] == [
         (8, 10, "3"),
         (10, 11, "5"),
@@ -639,7 +621,7 @@ def test_of_many_equal_spans_as_many_are_shown_as_may_be(alone, monkeypatch):
     (files.spans / "trainer.jsonl").write_bytes(
         b"".join(msgspec.json.encode(line) + b"\n" for line in (clock, *lines))
     )
-    found = handlers.timeline(TimelineParameters(run="x"))
+    found = handlers.timeline(run="x")
     assert [span.begin - 1000 for lane in found.lanes for span in lane.spans] == [0, 2, 4, 6, 8, 16]
     assert found.note.startswith(
         "the 6 longest of 10 spans: some of 0.5 s or less are missing here"
@@ -719,8 +701,8 @@ def test_the_state_of_a_run_is_followed(alone, monkeypatch):
     (files, handlers), said = alone, []
 
     def state() -> None:
-        (row,) = handlers.runs(Query()).runs
-        assert row.state == handlers.health(OfRun(run="x")).state
+        (row,) = handlers.runs().runs
+        assert row.state == handlers.health(run="x").state
         said.append((row.state, row.why))
 
     for _ in range(2):
@@ -770,15 +752,15 @@ def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(alone):
         )
     write_eval_of(files, 0, [0.0, 1.0])
     write_eval_of(files, 8, [0.0, 1.0])
-    rows = handlers.tasks(TasksParameters(run="x", number=1)).rows
+    rows = handlers.tasks(run="x", number=1).rows
     assert [(row.rollouts, row.first, row.last, row.change) for row in rows] == [
         (6, 0.75, 0.75, 0.0)
     ]
-    assert [row.change for row in handlers.tasks(TasksParameters(run="x", kind="eval")).rows] == [
+    assert [row.change for row in handlers.tasks(run="x", kind="eval").rows] == [
         0.0,
         0.0,
     ]
-    one = handlers.task(TaskParameters(run="x", env="sums", task=1))
+    one = handlers.task(run="x", env="sums", task=1)
     assert [(version.version, version.mean) for version in one.versions] == [
         (1, 0.75),
         (2, 0.75),
@@ -808,7 +790,7 @@ def test_a_change_of_an_evaluation_is_clear_beyond_twice_its_error(tmp_path):
             means
             | {"eval/noise/reward_mean_stderr": 0.003, "eval/gain/reward_mean_stderr": 0.0625},
         )
-    (row,) = Handlers(Library([tmp_path / "x"])).runs(Query()).runs
+    (row,) = Handlers(Library([tmp_path / "x"])).runs().runs
     assert {one.name: one.clear for one in row.evals} == {
         "noise": False,
         "gain": True,
@@ -840,8 +822,7 @@ def test_worked_examples_belong_to_the_prompt(alone):
             "a1",
         ]
         assert [
-            message.text
-            for message in handlers.task(TaskParameters(run="x", env="sums", task=task)).prompt
+            message.text for message in handlers.task(run="x", env="sums", task=task).prompt
         ] == shown
 
 
@@ -867,10 +848,8 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
     lines.append({"step": 0, "time": 1.0, "source": "eval", "eval/e/reward_mean": 0.0})
     files.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     append_event(files.events, Event(time=1003.5, event="death", process="trainer"))
-    (whole,) = handlers.curves(CurveParameters(run=["x"], name=["reward/mean"])).series
-    (part,) = handlers.curves(
-        CurveParameters(run=["x"], name=["reward/mean"], begin=2500, end=2502)
-    ).series
+    (whole,) = handlers.curves(run=["x"], name=["reward/mean"]).series
+    (part,) = handlers.curves(run=["x"], name=["reward/mean"], begin=2500, end=2502).series
     assert (len(whole.steps), whole.each, whole.values[0], part.lows, part.firsts) == (
         1500,
         2,
@@ -888,7 +867,7 @@ def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed
         append_event(files.events, Event(time=seconds, event="start", process="rl"))
     death, again = [
         mark
-        for mark in handlers.curves(CurveParameters(run=["x"], axis="time")).marks
+        for mark in handlers.curves(run=["x"], axis="time").marks
         if mark.kind in ("death", "restart")
     ]
     # a run that was killed and resumed
@@ -913,11 +892,11 @@ def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(alo
     append_event(files.events, Event(time=1000.0, event="start", process="rl"))
     append_event(files.events, Event(time=1036.0, event="death", process="trainer", step=4))
     append_event(files.events, Event(time=1037.0, event="restart", process="trainer"))
-    (loss,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    (loss,) = handlers.curves(run=["x"], name=["loss/mean"], axis="time").series
     assert loss.x == [15, 25, 35]
     marks = [
         (mark.kind, mark.step, mark.x)
-        for mark in handlers.curves(CurveParameters(run=["x"])).marks
+        for mark in handlers.curves(run=["x"]).marks
         if mark.kind in ("death", "restart")
     ]
     assert marks == [("death", 4, 4), ("restart", 4, 4)]
@@ -927,11 +906,11 @@ def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(alo
             for late, what in ((0, batch), (5, step))
         )
     append_event(files.events, Event(time=1190.0, event="start", process="rl"))
-    (loss,) = handlers.curves(CurveParameters(run=["x"], name=["loss/mean"], axis="time")).series
+    (loss,) = handlers.curves(run=["x"], name=["loss/mean"], axis="time").series
     assert loss.x == [15, 25, 205]
     happened = [
         (moment.process, moment.kind)
-        for moment in handlers.timeline(TimelineParameters(run="x")).moments
+        for moment in handlers.timeline(run="x").moments
         if moment.process == "rl"
     ]
     assert happened == [("rl", "start"), ("rl", "restart")]
@@ -954,7 +933,7 @@ def test_over_time_a_metric_stands_where_its_own_line_was_written(alone):
                     json.dumps({"step": step, "time": second, "source": source, names[source]: 0.5})
                     + "\n"
                 )
-    found = handlers.curves(CurveParameters(run=["x"], name=[*names.values()], axis="time"))
+    found = handlers.curves(run=["x"], name=[*names.values()], axis="time")
     places = {one.name: one.x for one in found.series}
     assert places == {
         "reward/mean": [10, 30],
@@ -970,11 +949,11 @@ def test_a_run_lasted_until_its_end_record(alone):
         append_event(files.events, Event(time=at, event="start", process="rl"))
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1090.0)))
     assert (
-        handlers.runs(Query()).runs[0].seconds,
-        handlers.timeline(TimelineParameters(run="x")).last,
+        handlers.runs().runs[0].seconds,
+        handlers.timeline(run="x").last,
     ) == (90.0, 1090.0)
     files.run_end.write_bytes(msgspec.json.encode(RunEnd("4 steps done", 1e300)))
-    assert handlers.timeline(TimelineParameters(run="x")).last == 1080.0
+    assert handlers.timeline(run="x").last == 1080.0
 
 
 def test_two_runs_of_one_name_are_both_shown(tmp_path):

@@ -15,9 +15,8 @@ from rl.run_dir import metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span, Start
 from rl.view.library import Library, UnknownRunError
-from rl.view.queries import Query
 from rl.view.rollouts import Wanted
-from rl.view.routes import Handlers, OfRun, TimelineParameters
+from rl.view.routes import Handlers
 from tests.records.made import group, make_run, write_step
 from tests.view.made import write_numbers
 
@@ -54,11 +53,11 @@ def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
     for name in ("slow", "quick"):
         made(tmp_path / name)
     handlers = Handlers(Library([tmp_path]))
-    before = handlers.runs(Query())
+    before = handlers.runs()
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with handlers.reading(["slow"]):
+        with handlers._reading(["slow"]):
             held.set()
             done.wait(20)
 
@@ -69,17 +68,10 @@ def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
         for name in ("slow", "quick"):
             (tmp_path / name / "evals").mkdir()  # their rows are to be made anew
         began = time.monotonic()
-        assert {row.key: row.step for row in handlers.runs(Query()).runs} == {
+        assert {row.key: row.step for row in handlers.runs().runs} == {
             row.key: row.step for row in before.runs
         }
-        assert (
-            len(
-                handlers.timeline(
-                    TimelineParameters(run="quick", begin=10_000.0, end=10_010.0)
-                ).lanes
-            )
-            == 2
-        )
+        assert len(handlers.timeline(run="quick", begin=10_000.0, end=10_010.0).lanes) == 2
         assert time.monotonic() - began < 15
     finally:
         done.set()
@@ -94,7 +86,7 @@ def test_the_index_of_rollouts_keeps_no_numbers_waiting(tmp_path):
 
 def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     files, handlers = made(tmp_path / "x", steps=50), Handlers(Library([tmp_path]))
-    before = handlers.runs(Query()).runs[0].step
+    before = handlers.runs().runs[0].step
     parsed, real = [], metrics.parse_line
 
     def parse(line: bytes, *more: object) -> object:
@@ -104,10 +96,8 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     for module in ("rl.run_dir.metrics", "rl.run_dir.numbers"):
         monkeypatch.setattr(f"{module}.parse_line", parse)
     for _ in range(3):
-        health = handlers.health(OfRun(run="x"))
-    assert handlers.timeline(TimelineParameters(run="x")).note.startswith(
-        "no spans of this time are here"
-    )
+        health = handlers.health(run="x")
+    assert handlers.timeline(run="x").note.startswith("no spans of this time are here")
     assert (
         parsed == []
         and health.lines[0].startswith("step 50 of 9")
@@ -118,8 +108,8 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
             json.dumps({"step": 51, "time": time.time(), "source": "trainer", "loss/mean": 0.5})
             + "\n"
         )
-    assert handlers.health(OfRun(run="x")).lines[0].startswith("step 51 of 9") and len(parsed) == 1
-    assert (before, handlers.runs(Query()).runs[0].step, len(parsed)) == (50, 51, 1)
+    assert handlers.health(run="x").lines[0].startswith("step 51 of 9") and len(parsed) == 1
+    assert (before, handlers.runs().runs[0].step, len(parsed)) == (50, 51, 1)
 
 
 def test_a_run_that_was_replaced_is_another_one(tmp_path):
@@ -127,15 +117,15 @@ def test_a_run_that_was_replaced_is_another_one(tmp_path):
     numbers and sizes."""
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
     assert (
-        handlers.runs(Query()).runs[0].step == 4
+        handlers.runs().runs[0].step == 4
         and handlers.rollouts(Wanted(run="x", q="four")).total == 2
     )
     files.root.rename(tmp_path / ".away")
     made(tmp_path / "x", steps=2, answer="five")
-    assert handlers.runs(Query()).runs[0].step == 2
+    assert handlers.runs().runs[0].step == 2
     assert [handlers.rollouts(Wanted(run="x", q=text)).total for text in ("four", "five")] == [0, 2]
     (tmp_path / "x").rename(tmp_path / ".also")
-    handlers.library.looked = -10.0
-    assert handlers.runs(Query()).runs == []
+    handlers._library.looked = -10.0
+    assert handlers.runs().runs == []
     with pytest.raises(UnknownRunError):
         handlers.rollouts(Wanted(run="x"))

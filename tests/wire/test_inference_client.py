@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -14,13 +15,14 @@ from rl.system.errors import GIVE_UP
 from rl.wire import http, inference_client
 from rl.wire.inference_client import PROTOCOL, InferenceLostError, InferenceServers
 from rl.wire.messages import WeightVersion
+from rl.wire.turns import pack_ids, pack_logprobs
 from tests import steady
 from tests.web import WebServer
 
 HELD = {"policy_version": 3, "protocol": PROTOCOL}
 ANSWER = {
-    "token_ids": [5],
-    "logprobs": [-1.0],
+    "packed_ids": pack_ids([5]),
+    "packed_logprobs": pack_logprobs([-1.0]),
     "policy_versions": [[3, 1]],
     "finish_reason": "stop",
 }
@@ -90,21 +92,29 @@ def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    "uneven", [{"logprobs": []}, {"token_ids": [5, 6]}, {"policy_versions": [[3, 2]]}]
+    "changes",
+    [
+        {"packed_logprobs": b""},
+        {"packed_ids": bytes(8)},
+        {"packed_ids": [5]},
+        {"policy_versions": [[3, 2]]},
+        {"policy_versions": [[3, -1], [3, 2]]},
+    ],
 )
-def test_an_answer_whose_lists_differ_in_length_is_asked_of_another_server(tmp_path, uneven):
+def test_an_answer_whose_parts_do_not_fit_is_asked_of_another_server(tmp_path, changes):
     came = []
 
     async def answer(request: web.Request) -> web.Response:
         came.append(request.path)
-        return web.json_response(ANSWER | (uneven if request.path.startswith("/bad") else {}))
+        is_bad = request.path.startswith("/bad")
+        return web.Response(body=msgspec.msgpack.encode(ANSWER | (changes if is_bad else {})))
 
     async def ask(servers: InferenceServers):
         (url,) = servers.fixed
         servers.fixed = [f"{url}/bad", f"{url}/good"]
-        return await servers.generate(0, [1], {})
+        return await servers.generate(0, [1, 2], {})
 
-    assert steady.run(asked(tmp_path, answer, ask)).token_ids == [5]
+    assert steady.run(asked(tmp_path, answer, ask)).token_ids == [1, 2, 5]
     assert came == ["/bad/generate", "/good/generate"]
 
 
@@ -188,12 +198,12 @@ def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
         most = max(most, open_now)
         await asyncio.sleep(0.01)
         open_now -= 1
-        return web.json_response(ANSWER)
+        return web.Response(body=msgspec.msgpack.encode(ANSWER))
 
     async def ask(servers: InferenceServers) -> list[int]:
         servers.timeout_s = 20.0
         answers = await asyncio.gather(*(servers.generate(i, [1], {}) for i in range(80)))
-        return [answer.token_ids[0] for answer in answers]
+        return [answer.completion_ids[0] for answer in answers]
 
     assert steady.run(asked(tmp_path, answer, ask)) == [5] * 80
     assert most == 16  # the others are for the process's own files

@@ -221,10 +221,10 @@ def line_of(where: dict[str, Any], rollout: Rollout, temperature: float | None) 
     line = {**where, **rollout.as_record()}
     del line["versions"]
     line |= {} if rollout.trainable else {"why": "not_trainable"}  # as in a run's rollouts
-    tokens = (
-        {} if temperature is None else {"temperature": temperature, "turns": list(rollout.turns)}
-    )
-    return msgspec.json.encode(line | tokens) + b"\n"
+    if temperature is not None:
+        turns = [turn.as_record() for turn in rollout.turns]
+        line |= {"temperature": temperature, "turns": turns}
+    return msgspec.json.encode(line) + b"\n"
 
 
 class Collection:

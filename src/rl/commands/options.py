@@ -47,7 +47,7 @@ def name_of_play(
     model, which `policy` may not be."""
     return (
         config.name
-        if line.gives("name") or not policy
+        if "name" in line.settings() or not policy
         else f"{'+'.join(labels)}-{source.slug}"[:MAX_RUN_NAME]
     )
 

@@ -28,8 +28,7 @@ from rl.launch.role_state import failure
 from rl.models.folder import read_json, resolve_model
 from rl.orchestrator.groups.functions import metrics_function
 from rl.orchestrator.workers.setups import policy_spec, worker_setups
-from rl.run_dir.checksums import is_delta
-from rl.run_dir.deltas import readable
+from rl.run_dir.checksums import is_delta, readable
 from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants

@@ -27,8 +27,8 @@ from rl.run_dir.status import describe, read_json, read_status
 from rl.system.children import Child
 from rl.system.errors import RunError
 from rl.system.machine import machine
-from rl.tinker.places import Places
 from rl.tinker.replay import copy_calls
+from rl.tinker.storage import Storage
 
 OPTIONS = (
     Option(
@@ -122,7 +122,7 @@ def replay_session(run_dir: RunDir, config: RLConfig, children: Children, given:
         scratch = config.run_dir
         # of the server: its bits depend on the padding
         config.trainer.lora = stored_config(run_dir.root.parents[1]).trainer.lora
-        versions = copy_calls(run_dir, Places(scratch))
+        versions = copy_calls(run_dir, Storage(scratch))
         config.trainer.data.replay = ReplayConfig(
             run=str(run_dir.root), weights=str(run_dir.weights_dir), until=versions
         )

@@ -23,7 +23,7 @@ from rl.system.errors import RunError
 from rl.system.linux import bind
 from rl.system.machine import machine
 from rl.system.terminal import say
-from rl.tinker.gate import KEY_PREFIX
+from rl.tinker.http import KEY_PREFIX
 
 HELP = (
     "Serves the Tinker API over a model: programs that use the tinker SDK train LoRA "

@@ -1,6 +1,7 @@
 """The process of `rl serve` that answers clients and trains their adapters: `python -m
 rl.commands.serve_process @ config.toml`."""
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def run(config: RLConfig) -> None:
     from rl.trainer.adapters.learner import AdapterLearner
     from rl.trainer.determinism import conditions, differing_conditions
     from rl.trainer.measure.memory import keep_to_share
-    from rl.trainer.model.policy import mode_of
+    from rl.trainer.model.head import mode_of
     from rl.trainer.parallel.world import start_world
 
     disable_progress_bar()
@@ -61,7 +62,7 @@ def run(config: RLConfig) -> None:
     keep_to_share(config, world.device)
     learner = AdapterLearner(config, Path(base), world)
     if sock:
-        serve(config, learner, status, sock)
+        asyncio.run(serve(config, learner, status, sock))
     elif replayed:
         here = conditions(config.trainer, world, mode_of(learner.model))
         replay(config, learner, replayed, lambda there: differing_conditions(there, here))

@@ -58,6 +58,25 @@ def parse_pair(value: object) -> object:
     return numbers
 
 
+def check_host(host: str) -> str:
+    """Returns an address that a process binds. Raises ValueError for what is none."""
+    if not re.fullmatch(r"[\w.:%-]+", host):
+        raise ValueError(
+            "is not a valid address; give 127.0.0.1, an address or name of this machine, "
+            "or 0.0.0.0 for all interfaces"
+        )
+    return host
+
+
+def check_address(address: str) -> str:
+    """Returns the address of a server. Raises ValueError for what is none."""
+    if not re.match(r"https?://[^/]", address):
+        raise ValueError("give an address like http://host:8000")
+    return address
+
+
+Host = Annotated[str, AfterValidator(check_host)]
+Address = Annotated[str, AfterValidator(check_address)]
 PAIR = BeforeValidator(parse_pair)
 """Validator for a setting of two numbers."""
 

@@ -12,26 +12,24 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tomli_w
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from rl.config.check import check, warnings_of
+from rl.config.check import check, exposure, value_of, warnings_of
 from rl.config.environment_id import fetched, id_faults
-from rl.config.faults import Spelled, raise_all, setting_text, too_large, without_value
+from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone
 from rl.config.help import PROCESS_USAGE, READS, USAGE, print_help
 from rl.config.hints import without_numbers
 from rl.config.outside import outside_faults
 from rl.config.quick import shrink
 from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
-from rl.config.validation import holds_anyway, in_doubt, validate
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
@@ -40,8 +38,7 @@ SHORT_FLAGS = {
     f"{section}-{kind}": f"{section}.{kind}"
     for section in ("trainer", "inference")
     for kind in ("gpus", "cpus")
-}
-SHORT_FLAGS["strict-parity"] = "trainer.strict_parity"
+} | {"strict-parity": "trainer.strict_parity"}
 SHORTHANDS = {
     "model": "model.name",
     "orchestrator.environment": "orchestrator.environment.id",
@@ -55,7 +52,6 @@ A_STEP = re.compile("[0-9]{1,20}")
 OF_RUNS = {"resume", "clean", "quick", "view"}
 """Switches that a command accepts only if its help names them."""
 VARIABLE_PREFIX = "RL__"
-
 MAX_FILE_BYTES = 1 << 24
 
 
@@ -80,9 +76,9 @@ class CommandLine:
             by_canonical_key(layer, faults) for layer in (self.files, self.variables, self.flags)
         ]
 
-    def gives(self, key: str) -> bool:
-        """Returns whether a setting is given anywhere."""
-        return any(key in layer for layer in self.layers({}))
+    def settings(self) -> Spelled:
+        """Returns what is given anywhere by canonical keys; later layers win."""
+        return {key: value for layer in self.layers({}) for key, value in layer.items()}
 
 
 def flatten(table: dict[str, Any], place: str, prefix: str = "") -> Spelled:
@@ -102,27 +98,29 @@ def read_toml(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{path}: not a configuration file: larger than {MAX_FILE_BYTES >> 20} MiB"
-            )
+            raise ConfigError(f"{path}: not a configuration file: larger than 16 MiB")
         # Editors of Windows begin a file with a mark of its encoding.
-        return tomllib.loads(
-            data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
-        )
+        encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        return tomllib.loads(data.decode(encoding))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise ConfigError(
             f"{path}: is a folder; give a TOML file, such as {path.rstrip('/')}/run.toml"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: invalid UTF-8, TOML, path or number
-        other = path.endswith((".yaml", ".yml", ".json"))
-        remedy = (
-            "; write it as TOML: [section] on one line, key = value on the next" if other else ""
-        )
-        raise ConfigError(f"{path}: not readable as TOML: {error}{remedy}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not readable as TOML: nested too deeply") from None
+    # ValueError: invalid UTF-8, TOML, path or number
+    except (OSError, ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(
+            f"{path}: not readable as TOML: {why}; write it as TOML: [section] on one line, "
+            "key = value on the next"
+        ) from None
+
+
+def takes_text(key: str, value: Any) -> bool:
+    """Returns whether a setting, as spelled in a flag, accepts only texts."""
+    info = field_tree(RLConfig).get(without_numbers(canonical(key, value)))
+    return bool(info) and takes_text_alone(info.annotation)
 
 
 def parse_value(key: str, text: str) -> Any:
@@ -130,9 +128,8 @@ def parse_value(key: str, text: str) -> Any:
     text is a plain string. Settings of type str keep numbers as text: `--name 1.10` is "1.10",
     and `--name 1e3` is "1e3"."""
     value = parse_toml(text)
-    field = field_tree(RLConfig).get(without_numbers(canonical(key, value)))
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return text if field and is_number and takes_text_alone(field.annotation) else value
+    return text if is_number and takes_text(key, value) else value
 
 
 def parse_toml(text: str) -> Any:
@@ -185,17 +182,13 @@ def parse_word(line: CommandLine, word: str, rest: list[str]) -> None:
         read_file(line, rest.pop(0), rest, section=name)
     elif word.startswith("--") and name:
         key = SHORT_FLAGS.get(name, name.replace("-", "_"))
-        field = field_tree(RLConfig).get(without_numbers(canonical(key, "")))
-        is_text = field and takes_text_alone(field.annotation) and rest[:1] != ["@"]
-        value_follows = rest and not rest[0].startswith("--" if is_text else ("--", "@"))
-        is_switch = not (field or has_value or value_follows)
-        if is_switch and (near := get_close_matches(word, (*SWITCHES, "--resume"), cutoff=0.8)):
+        ends = "--" if takes_text(key, "") and rest[:1] != ["@"] else ("--", "@")
+        if not has_value and rest and not rest[0].startswith(ends):
+            has_value, text = "=", rest.pop(0)
+        near = get_close_matches(word, (*SWITCHES, "--resume"), n=1, cutoff=0.8)
+        if near and not has_value and without_numbers(key) not in field_tree(RLConfig):
             raise ConfigError(f"{word}: there is no such flag; did you mean {near[0]}?")
-        value = (
-            parse_value(key, text if has_value else rest.pop(0))
-            if has_value or value_follows
-            else True
-        )
+        value = parse_value(key, text) if has_value else True
         line.flags |= flatten({key: value}, f"--{name if name.isprintable() else repr(name)}")
     else:
         raise ConfigError(
@@ -252,13 +245,13 @@ def by_canonical_key(layer: Spelled, faults: dict[str, str]) -> Spelled:
     spelled: dict[str, str] = {}
     for key, (value, place) in layer.items():
         name = canonical(key, value)
-        other = spelled.setdefault(name, key)
-        if other != key and layer[other][0] != value:
-            both = (
-                f"{setting_text(other, layer[other][0])} ({layer[other][1]}) and "
-                f"{setting_text(key, value)} ({place})"
+        earlier = spelled.setdefault(name, key)
+        if earlier != key and layer[earlier][0] != value:
+            faults[name] = (
+                f"{setting_text(earlier, layer[earlier][0])} ({layer[earlier][1]}) and "
+                f"{setting_text(key, value)} ({place})\n    set the same setting to two values; "
+                "keep one of them"
             )
-            faults[name] = f"{both}\n    set the same setting to two values; keep one of them"
         settings[name] = value, place
     return settings
 
@@ -267,80 +260,73 @@ def without_replaced_types(base: Spelled, line: CommandLine) -> Spelled:
     """Returns the settings of a run, adapted to a command line that may change the `type` of a
     loss or credit. A config.toml has every key, so of such a section only keys that the new type
     has as well and that differ from the old type's default are kept."""
-    tree = field_tree(RLConfig)
-    given = {key: value for layer in line.layers({}) for key, (value, _) in layer.items()}
-    for key, kind in given.items():
+    for key, (kind, _) in line.settings().items():
         section = key.removesuffix(".type")
         if key in base and key != section and base[key][0] != kind:
-            of = {
+            fields = {
                 tag: model.model_fields
-                for model in models_in(tree[section].annotation)
+                for model in models_in(field_tree(RLConfig)[section].annotation)
                 for tag in tags(model)
             }
-            old, new = of.get(base[key][0], {}), of.get(kind, {})
-            of_default = {
-                name
-                for name, info in old.items()
-                if base.get(f"{section}.{name}", (None,))[0] == without_none(info.default)
+            old, new = fields.get(base[key][0], {}), fields.get(kind, {})
+            base = {
+                name: (value, place)
+                for name, (value, place) in base.items()
+                if not (info := old.get(name.removeprefix(f"{section}.")))
+                or (name.rpartition(".")[2] in new and value != without_none(info.default))
             }
-            dropped = {f"{section}.{name}" for name in old if name not in new or name in of_default}
-            base = {name: value for name, value in base.items() if name not in dropped}
     return base
 
 
-def build(
-    line: CommandLine, optional: Collection[str] = (), *, outside: bool = False, plays: bool = False
-) -> RLConfig:
-    """Returns the checked configuration. Raises ConfigError with all faults; `optional` keys may be
-    missing or conflict with others.
+def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = False) -> RLConfig:
+    """Returns the checked configuration. Raises ConfigError with all faults of single settings,
+    or if there are none, with those between settings; `optional` keys may be missing or conflict
+    with others.
 
-    `outside`: whether the files and functions that it names must exist; missing environments are
-    reported only with other faults. `plays`: whether environments are played, also with the
-    settings of a run that plays none.
+    `outside`: whether the files and functions that it names must exist.
     """
+    from rl.config.sources import load
+
     faults: dict[str, str] = {}
     layers = line.layers(faults)
     for layer in layers:
-        faults |= without_value(layer) | too_large(layer)
-    config = validate(layers, faults)
-    lines = [*line.faults, *faults.values()]
-    if config and "quick" in line.switches:
+        faults |= misread(layer)
+    try:
+        config = load(layers, faults)
+    except ValidationError as error:
+        for finding in error.errors():
+            if finding["type"] != "default_factory_not_called":  # it needs the faulty ones
+                faults = faults | fault_lines(finding, line.settings()) | faults
+    raise_all([*line.faults, *faults.values()])
+    if "quick" in line.switches:
         config = shrink(config)
-    if config and not line.faults:  # an unreadable file may hold settings that the checks need
-        doubtful = in_doubt(faults)
-        found = chain(check(config), outside_faults(config) if outside else ())
-        found = (
-            fault for fault in found if fault[0] not in optional and holds_anyway(fault, doubtful)
-        )
-        lines += [f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in found]
-    if config and outside and not (plays or config.plays):
-        lines += flags_without_effect(config, line.flags)
-    if config and lines and outside and config.plays:
-        lines += id_faults(config.orchestrator.env_ids)
-    raise_all(lines)
-    assert config, "settings without a fault make a configuration"
+    raise_all(
+        [
+            f"{setting_text(key, value)}\n    {remedy}"
+            for key, value, remedy in (*check(config), *(outside_faults(config) if outside else ()))
+            if key not in optional
+        ]
+    )
     return config
 
 
-def flags_without_effect(config: RLConfig, flags: Spelled) -> list[str]:
-    """Returns faults of flags that fine-tuning, or a run of recorded rollouts, does not read.
-    They are allowed in files, which may be shared with other runs."""
-    kind, program, why = "sft", "rl sft", "applies only to reinforcement learning"
-    if config.recorded:
-        kind, program, why = "recorded", "rl train", "is not read by a run of recorded rollouts"
-    # of the rollouts with its name
-    has_credit = config.recorded and any(env.credit for env in config.orchestrator.environment)
-    faults = []
-    for key, (value, place) in flags.items():
+def flags_without_effect(config: RLConfig, flags: Spelled) -> Iterator[str]:
+    """Yields warnings of flags that fine-tuning, or a run of recorded rollouts, does not read. In
+    files, which may be shared with other runs, nobody minds them."""
+    program = {"sft": "rl sft", "recorded": "rl train"}.get(config.kind, "rl")
+    for key, (value, place) in () if program == "rl" else flags.items():
         name = canonical(key, value)
+        # of the rollouts with its name
         is_read = name in READS[program] or (
-            has_credit and name.startswith("orchestrator.environment")
+            config.kind == "recorded"
+            and name.startswith("orchestrator.environment")
+            and any(env.credit for env in config.orchestrator.environment)
         )
         if name.split(".")[0] in ("orchestrator", "inference", "max_lag") and not is_read:
-            twin = f"{kind}.{name.rpartition('.')[2]}"
+            twin = f"{config.kind}.{name.rpartition('.')[2]}"
             remedy = f"did you mean {twin}?" if twin in field_tree(RLConfig) else "leave it out"
-            faults.append(f"{setting_text(name, value)} ({place})\n    {why}; {remedy}")
-    return faults
+            text = setting_text(name, value)
+            yield f"{text} ({place}) is not read by `{program}`; {remedy}"
 
 
 def without_none(value: Any) -> Any:
@@ -391,7 +377,8 @@ def load_config_or_exit(
     `variables` is the environment for a command that creates a configuration; a process of a run
     reads only its config.toml. `given` are settings implied by the command's own flags; `optional`
     is as in `build`; `base` is a run's config.toml, which all files override. `dry_run` returns
-    what --dry-run prints, by default the configuration; `plays` is as in `build`.
+    what --dry-run prints, by default the configuration. `plays`: whether environments are played,
+    also with the settings of a run that plays none.
     """
     try:
         for word, topic in zip(args, [*args, ""][1:], strict=True):
@@ -414,10 +401,15 @@ def load_config_or_exit(
         if "schema" in line.switches:
             print(json.dumps(RLConfig.model_json_schema(), indent=2))
             raise SystemExit(0)
-        config = build(line, optional, outside=variables is not None, plays=plays)
+        config = build(line, optional, outside=variables is not None)
     except ConfigError as error:
         fail(program, str(error))
-    for warning in warnings_of(config):
+    unread = () if plays or variables is None else flags_without_effect(config, line.flags)
+    effects = [
+        f"{setting_text(key, value_of(config, key))} {effect}"
+        for key, effect in warnings_of(config)
+    ]
+    for warning in (*effects, *exposure(config), *unread):
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
         ids = config.orchestrator.env_ids

@@ -10,23 +10,41 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+UNIONS = (typing.Union, types.UnionType)
+
+
+def members(annotation: object) -> list[Any]:
+    """Returns the classes and fixed words that a setting or its elements may be, without None."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return members(arguments[0])
+    if origin is typing.Literal:
+        return list(arguments)
+    if origin in (*UNIONS, list):
+        return [
+            member
+            for argument in arguments
+            if argument is not types.NoneType
+            for member in members(argument)
+        ]
+    return [annotation]
+
 
 def models_in(annotation: object) -> list[type[BaseModel]]:
     """Returns the config classes in an annotation such as `list[EnvConfig]`, `WandbConfig |
     None` or a union discriminated by `type`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for inner in typing.get_args(annotation) for model in models_in(inner)]
+    return [
+        member
+        for member in members(annotation)
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    ]
 
 
 def tags(model: type[BaseModel]) -> tuple[str, ...]:
     """Returns the values of `type` that select this class in a union; empty for a class outside
     unions."""
-    return (
-        typing.get_args(model.model_fields["type"].annotation)
-        if "type" in model.model_fields
-        else ()
-    )
+    kind = model.model_fields.get("type")
+    return typing.get_args(kind.annotation) if kind else ()
 
 
 @cache
@@ -55,45 +73,28 @@ def default_text(value: Any) -> str:
 def accepts_switch(annotation: object) -> bool:
     """Returns whether true or false is accepted: for a bool, or for a section that can be
     switched on."""
-    return (
-        annotation is bool
-        or bool(models_in(annotation))
-        or any(map(accepts_switch, typing.get_args(annotation)))
-    )
+    return bool in members(annotation) or bool(models_in(annotation))
 
 
 def takes_text_alone(annotation: object) -> bool:
     """Returns whether a setting of this type accepts only strings, fixed words, or lists of
     them: no numbers, true or false."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return takes_text_alone(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) is typing.Literal:
-        return all(isinstance(word, str) for word in typing.get_args(annotation))
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
-        return all(
-            takes_text_alone(arg)
-            for arg in typing.get_args(annotation)
-            if arg is not types.NoneType
-        )
-    return annotation is str
+    return all(member is str or isinstance(member, str) for member in members(annotation))
 
 
 def type_name(annotation: object) -> str:
     """Returns a type in user notation: `int|list[int]`, `bfloat16|float32`, `[float, float]`."""
-    if typing.get_origin(annotation) is typing.Annotated:
-        return type_name(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) is tuple:
-        return f"[{', '.join(map(type_name, typing.get_args(annotation)))}]"
-    if typing.get_origin(annotation) is typing.Literal:
-        return "|".join(str(value) for value in typing.get_args(annotation))
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return type_name(arguments[0])
+    if origin is tuple:
+        return f"[{', '.join(map(type_name, arguments))}]"
+    if origin is typing.Literal:
+        return "|".join(map(str, arguments))
+    if origin in UNIONS:
         return "|".join(
-            type_name(arg) for arg in typing.get_args(annotation) if arg is not types.NoneType
+            type_name(argument) for argument in arguments if argument is not types.NoneType
         )
-    if typing.get_origin(annotation) is dict:
-        return "table"
-    return (
-        str(annotation)
-        if typing.get_args(annotation)
-        else getattr(annotation, "__name__", str(annotation))
-    )
+    if origin is list:
+        return f"list[{type_name(arguments[0])}]"
+    return "table" if origin is dict else getattr(annotation, "__name__", str(annotation))

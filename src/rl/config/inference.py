@@ -4,14 +4,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rl.config.base import Devices, Settings
+from rl.config.base import Devices, Host, Settings
 
 
 class InferenceConfig(Settings):
     """One vLLM server, which `rl` starts. `inference @ RUN/config.toml` starts further servers,
     which join the run, on any machine that sees the run directory (docs/clusters.md)."""
 
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to bind. Anything but loopback opens the server to other machines that have the
     run's token (docs/security.md)."""
     port: int = Field(0, ge=0, le=65535)

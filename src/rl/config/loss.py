@@ -11,12 +11,24 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rl.config.base import PAIR, PATH_IF_FOLDER, FunctionConfig, Settings, Unbounded, default_type
 
 Ratio = Annotated[Unbounded, Field(ge=0)]
-Band = Annotated[tuple[Ratio, Ratio], PAIR]
+
+
+def around_one(band: tuple[float, float]) -> tuple[float, float]:
+    """Returns a band of ratios. Raises ValueError if it lacks 1."""
+    if not band[0] <= 1 <= band[1]:
+        raise ValueError(
+            "excludes r = 1, where trainer and sampler agree; give a lowest and a highest "
+            "value around 1: [0.5, 2.0]"
+        )
+    return band
+
+
+Band = Annotated[tuple[Ratio, Ratio], PAIR, AfterValidator(around_one)]
 """Lowest and highest value that is trained on; [0, inf]: all."""
 EVERYTHING = (0.0, math.inf)
 

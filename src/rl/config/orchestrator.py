@@ -10,7 +10,9 @@ from rl.config.base import (
     PATH_IF_WRITTEN_AS_ONE,
     REQUIREMENTS,
     STOPS,
+    Address,
     FunctionConfig,
+    Host,
     Settings,
     Unbounded,
     default_type,
@@ -203,7 +205,7 @@ class TeacherConfig(Settings):
     """A vLLM server with the model's own tokenizer that scores sampled tokens, for on-policy
     distillation."""
 
-    base_url: str
+    base_url: Address
     """The server's OpenAI-compatible address: `http://host:8000/v1`."""
     model: str | None = None
     """Name of the model on that server. Default: its only one, or its first."""
@@ -337,11 +339,11 @@ class OrchestratorConfig(Settings):
     """Most policy versions that a rollout's oldest token may be behind; an older rollout is
     cancelled (`stale`) and its task reissued. With max_lag = 0 the bound is 0, whatever is set
     here."""
-    inference_urls: Annotated[list[str], NAMES] = []
+    inference_urls: Annotated[list[Address], NAMES] = []
     """Addresses of inference servers that do not see the run directory; no others are used then.
     Default: servers that publish their address in status/inference*.json, which may join and
     leave at any time."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address that the orchestrator binds for the trainer. Anything but loopback opens it to
     other machines that have the run's token (docs/security.md)."""
     port: int = Field(0, ge=0, le=65535)

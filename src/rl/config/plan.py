@@ -118,8 +118,7 @@ def cluster_faults(config: RLConfig) -> Iterator[Fault]:
             "leaves nobody to sample: give at least 1, or orchestrator.inference_urls",
         )
     if found.servers and not config.plays:
-        kind = "supervised fine-tuning" if config.sft else "recorded rollouts"
-        yield "cluster.inference_nodes", found.servers, f"has no use for {kind}: leave it out"
+        yield "cluster.inference_nodes", found.servers, "has no use without sampling: leave it out"
     if cluster.min_trainer_nodes and cluster.min_trainer_nodes > found.trainers:
         yield (
             "cluster.min_trainer_nodes",

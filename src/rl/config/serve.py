@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rl.config.base import Settings
+from rl.config.base import Host, Settings
 
 
 class ServeConfig(Settings):
@@ -14,7 +14,7 @@ class ServeConfig(Settings):
     alias: str | None = Field(None, min_length=1)
     """Name by which clients ask for the model. Default: model.name. Programs that know only
     certain names, as the Tinker cookbook does, need one of theirs."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """Address to bind. Anything but loopback opens the server to other machines that have its
     key (docs/security.md)."""
     port: int = Field(8600, ge=0, le=65535)

@@ -7,27 +7,11 @@ from rl.config.loss import EVERYTHING, AnyLossConfig, ClipConfig, GspoConfig, Po
 from rl.config.run import TRUNCATIONS, RLConfig
 from rl.config.tinker import service_loss
 
-OURS = {
-    "trainer": (
-        "backend",
-        "optim",
-        "loss",
-        "checkpoint",
-        "weights",
-        "token_log",
-        "batch_timeout_s",
-    ),
-    "trainer.optim": (
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "max_grad_norm",
-        "warmup_steps",
-        "schedule",
-    ),
-    "trainer.weights": ("dir", "keep_last", "keep_every"),
-    "inference": ("host", "port", "startup_timeout_s"),
+READ = {
+    "trainer": "backend optim loss checkpoint weights token_log batch_timeout_s",
+    "trainer.optim": "lr betas eps weight_decay max_grad_norm warmup_steps schedule",
+    "trainer.weights": "dir keep_last keep_every",
+    "inference": "host port startup_timeout_s",
 }
 """Section -> the settings that have an effect; others must have their defaults."""
 WRITTEN = {"trainer.gpus": 0, "trainer.ranks": 1, "inference.gpus": 0}
@@ -35,24 +19,24 @@ WRITTEN = {"trainer.gpus": 0, "trainer.ranks": 1, "inference.gpus": 0}
 INSTEAD = {
     "trainer.lora": "the service trains adapters anyway: leave it out, and set tinker.lora_rank",
     "trainer.minibatches": "the service takes one optimizer step for each batch: lower "
-    "orchestrator.batch_size "
-    "instead",
+    "orchestrator.batch_size instead",
     "trainer.epochs": "the service takes one optimizer step for each batch: leave it out",
 }
 LOCAL = 'is for trainer.backend = "local"; with "tinker" the service decides: leave it out'
+LACKS = "is what the Tinker API does not have: leave it out"
 
 
 def tinker_faults(config: RLConfig) -> Iterator[Fault]:
     """Yields faults of a run with a service: settings that it cannot follow, or that only
     concern our own trainer and inference."""
-    for section, ours in OURS.items():
-        place = config
-        for name in section.split("."):
-            place = getattr(place, name)
-        for name, info in type(place).model_fields.items():
-            value, default = getattr(place, name), info.get_default(call_default_factory=True)
-            if name not in ours and value != default and WRITTEN.get(f"{section}.{name}") != value:
-                yield f"{section}.{name}", value, INSTEAD.get(f"{section}.{name}", LOCAL)
+    loss, played = config.trainer.loss, config.orchestrator
+    sections = (config.trainer, config.trainer.optim, config.trainer.weights, config.inference)
+    for (section, read), settings in zip(READ.items(), sections, strict=True):
+        for name, info in type(settings).model_fields.items():
+            key, value = f"{section}.{name}", getattr(settings, name)
+            is_default = value == info.get_default(call_default_factory=True)
+            if name not in read.split() and not is_default and WRITTEN.get(key) != value:
+                yield key, value, INSTEAD.get(key, LOCAL)
     for name in ("sft", "recorded", "serve", "cluster"):
         if getattr(config, name):
             yield (
@@ -60,99 +44,57 @@ def tinker_faults(config: RLConfig) -> Iterator[Fault]:
                 "tinker",
                 f'trains in one ordinary run, but "{name}" asks for another: leave one of them out',
             )
-    if config.orchestrator.inference_urls:
+    if urls := played.inference_urls:
         yield (
             "orchestrator.inference_urls",
-            config.orchestrator.inference_urls,
+            urls,
             "the service samples, so there are no servers: leave it out",
         )
-    yield from loss_faults(config.trainer.loss)
-    yield from sampling_faults(config)
-
-
-def loss_faults(loss: AnyLossConfig) -> Iterator[Fault]:
-    """Yields what of the loss the Tinker API does not have."""
-    key = "trainer.loss"
-    for mask in ("token_mask", "sequence_mask", "geometric_mask"):
-        if getattr(loss, mask) != EVERYTHING:
-            yield (
-                f"{key}.{mask}",
-                list(getattr(loss, mask)),
-                "masks what the service trains, and the Tinker API has no masks: leave it out",
-            )
+    for name in ("token_mask", "sequence_mask", "geometric_mask"):
+        if (value := getattr(loss, name)) != EVERYTHING:
+            yield f"trainer.loss.{name}", list(value), LACKS
     for name in ("kl_coefficient", "entropy_coefficient"):
-        if getattr(loss, name):
-            yield (
-                f"{key}.{name}",
-                getattr(loss, name),
-                "is a term that the losses of the Tinker API do not have: leave it out",
-            )
-    if service_loss(loss) is None and isinstance(loss, ClipConfig | GspoConfig):
-        yield (
-            f"{key}.delta",
-            loss.delta,
-            "is a dual clip, which the Tinker API does not have: leave it out",
-        )
-    elif service_loss(loss) is None and isinstance(loss, PolicyGradientConfig):
-        yield (
-            f"{key}.importance",
-            loss.importance,
-            "is not among the losses of the Tinker API: token or none",
-        )
-    elif service_loss(loss) is None:
-        yield (
-            f"{key}.type",
-            loss.type,
-            "is not among the losses of the Tinker API: policy_gradient, clip, cispo, gspo "
-            "or cross_entropy",
-        )
-
-
-def sampling_faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields settings of sampling whose log-probabilities the service's training would not
-    reproduce, or that it does not take."""
-    settings = config.orchestrator
-    for i, env in enumerate(settings.environment):
-        sampling = config.sampling_of(env)
-        where = {
-            name: f"orchestrator.environment.{i}"
-            if name in env.sampling.model_fields_set
-            else "orchestrator"
-            for name in sampling
-        }
-        if sampling["temperature"] != 1.0:
-            key = f"{where['temperature']}.sampling.temperature"
-            yield (
-                key,
-                sampling["temperature"],
-                "the Tinker API trains at temperature 1 alone, so sample at it: set it to 1.0",
-            )
-        for name in TRUNCATIONS:
-            if name in sampling:
+        if value := getattr(loss, name):
+            yield f"trainer.loss.{name}", value, LACKS
+    if service_loss(loss) is None:
+        yield lacking(loss)
+    for i, env in enumerate(played.environment):
+        key = f"orchestrator.environment.{i}"
+        for name, value in config.sampling_of(env).items():
+            place = key if name in env.sampling.model_fields_set else "orchestrator"
+            if name in TRUNCATIONS:
                 yield (
-                    f"{where[name]}.sampling.{name}",
-                    sampling[name],
+                    f"{place}.sampling.{name}",
+                    value,
                     "truncates what is sampled, but not what is trained: leave it out",
                 )
-        if env.teacher or settings.teacher:
-            place = f"orchestrator.environment.{i}" if env.teacher else "orchestrator"
-            yield (
-                f"{place}.teacher",
-                True,
-                "adds a term that the losses of the Tinker API do not have: leave the teacher out",
-            )
-    for kind, entries in (("environment", settings.environment), ("eval", settings.eval)):
+            elif name == "temperature" and value != 1.0:
+                yield (
+                    f"{place}.sampling.temperature",
+                    value,
+                    "the Tinker API trains at temperature 1 alone: set it to 1.0",
+                )
+        if env.teacher or played.teacher:
+            yield f"{key if env.teacher else 'orchestrator'}.teacher", True, LACKS
+    for kind, entries in (("environment", played.environment), ("eval", played.eval)):
         for i, entry in enumerate(entries):
+            key = f"orchestrator.{kind}.{i}"
             if entry.head_server:
                 yield (
-                    f"orchestrator.{kind}.{i}.head_server",
+                    f"{key}.head_server",
                     entry.head_server,
                     "NeMo Gym asks a server of ours for chats: use the local backend",
                 )
-    for i, entry in enumerate(settings.eval):
-        if entry.sampling.min_p is not None:
-            yield (
-                f"orchestrator.eval.{i}.sampling.min_p",
-                entry.sampling.min_p,
-                "the Tinker API does not take it: leave it out",
-            )
+            if kind == "eval" and entry.sampling.min_p is not None:
+                yield f"{key}.sampling.min_p", entry.sampling.min_p, LACKS
+
+
+def lacking(loss: AnyLossConfig) -> Fault:
+    """Returns the setting for which the Tinker API has no such loss."""
+    key = "trainer.loss"
+    if isinstance(loss, ClipConfig | GspoConfig):
+        return f"{key}.delta", loss.delta, LACKS
+    if isinstance(loss, PolicyGradientConfig):
+        return f"{key}.importance", loss.importance, "the Tinker API has token and none alone"
+    names = "policy_gradient, clip, cispo, gspo or cross_entropy"
+    return f"{key}.type", loss.type, f"is not among the losses of the Tinker API: {names}"

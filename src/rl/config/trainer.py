@@ -15,8 +15,9 @@ class OptimConfig(Settings):
     """AdamW with warm-up and a schedule. All optimizer steps of a batch use the same learning
     rate."""
 
-    lr: float = Field(1e-6, gt=0)
-    """Peak learning rate. `learning_rate` is an alias."""
+    lr: float = Field(1e-6, gt=0, le=1)
+    """Peak learning rate, usually 1e-7 to 1e-3; more than 1 would destroy the model in the first
+    step. `learning_rate` is an alias."""
     betas: Annotated[tuple[Decay, Decay], PAIR] = (0.9, 0.95)
     """Decay rates of AdamW's running means of the gradient and its square."""
     eps: float = Field(1e-8, gt=0)
@@ -107,7 +108,10 @@ ALL_LINEAR, EXPERTS = "all-linear", "experts"
 
 
 def parse_targets(value: object) -> object:
-    """Returns `all-linear` unchanged, and any other text as a list of names."""
+    """Returns `all-linear` unchanged, and any other text as a list of names. Raises ValueError
+    for an empty list."""
+    if not value:
+        raise ValueError('names no layer; give some ("q_proj", "v_proj"), or all-linear')
     return value if value == ALL_LINEAR else parse_names(value)
 
 

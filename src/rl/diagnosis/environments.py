@@ -2,7 +2,7 @@
 and whether any was trained on."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -13,7 +13,7 @@ from rl.run_dir.metrics import environment_rewards
 from rl.wire.rollouts import Cause
 
 if TYPE_CHECKING:
-    from rl.run_dir.numbers import Numbers, Points
+    from rl.run_dir.numbers import Numbers
 
 MANY = 0.1
 """Share of failed rollouts in the newest steps above which an environment is reported although
@@ -38,51 +38,46 @@ class Played:
     def fault(self) -> str:
         """Describes what is wrong: `no rollout was trained on, 12 of 60 rollouts failed (reward
         12)`; empty if nothing is."""
-        nothing = (
-            ""
-            if self.trained
-            else "no rollout was trained on"
-            if self.finished
-            else "no rollout was finished"
+        parts, causes = list[str](), self.failed.most_common()
+        if not self.trained:
+            parts.append(f"no rollout was {'trained on' if self.finished else 'finished'}")
+        if causes:
+            listed = ", ".join(f"{cause} {count}" for cause, count in causes)
+            parts.append(f"{self.failed.total()} of {self.finished} rollouts failed ({listed})")
+        return ", ".join([*parts, *(["it is lost"] if self.lost else [])])
+
+    @property
+    def step_fault(self) -> str:
+        """Describes briefly what is wrong in one step; empty if nothing is."""
+        if self.lost or not self.failed:
+            return "lost" if self.lost else ""
+        none = "" if self.trained else ", none trained"
+        return f"{self.failed.total() / self.finished:.0%} failed{none}"
+
+
+def played(
+    numbers: "Numbers", envs: Iterable[str] | None = None, last: int | None = None
+) -> dict[str, Played]:
+    """Summarises the rollouts of those of `envs`, or all, that the newest step has counts of, in
+    all steps or the `last` ones."""
+    steps = numbers.steps("orchestrator")[-last if last else None :]
+    if envs is None:
+        names = (name.split("/") for name in numbers.names_of("orchestrator"))
+        envs = [name[1] for name in names if name[0] == "rollouts" and name[2:] == ["finished"]]
+    summaries = {}
+    for env in envs if steps else ():
+        counts = dict.fromkeys(
+            ["finished", "trained", *(f"failed_{c}" for c in get_args(Cause))], 0
         )
-        causes = ", ".join(f"{cause} {count}" for cause, count in self.failed.most_common())
-        failed = (
-            f"{self.failed.total()} of {self.finished} rollouts failed ({causes})" if causes else ""
-        )
-        return ", ".join(
-            part for part in (nothing, failed, "it is lost" if self.lost else "") if part
-        )
-
-
-def played(numbers: "Numbers", envs: Iterable[str], last: int | None = None) -> dict[str, Played]:
-    """Summarises the rollouts of those of `envs` that the newest step has counts of, in all
-    steps or the `last` ones."""
-    steps, found = numbers.steps("orchestrator")[-last if last else None :], {}
-
-    def points(env: str, name: str, kind: str = "rollouts") -> "Points":
-        return numbers.points("orchestrator", f"{kind}/{env}/{name}", last)
-
-    def total(env: str, name: str) -> int:
-        return int(
-            sum(value for step, value in zip(*points(env, name), strict=True) if step >= steps[0])
-        )
-
-    for env in envs:
-        if not steps or steps[-1] not in points(env, "finished")[0][-1:]:
+        points = {name: numbers.points("orchestrator", f"rollouts/{env}/{name}") for name in counts}
+        if steps[-1] not in points["finished"][0][-1:]:
             continue
-        failed = Counter({cause: total(env, f"failed_{cause}") for cause in get_args(Cause)})
-        lost = steps[-1] in points(env, "quarantined", "env")[0][-1:]
-        found[env] = Played(total(env, "finished"), total(env, "trained"), Counter(+failed), lost)
-    return found
-
-
-def played_in(numbers: "Numbers") -> dict[str, Played]:
-    """Summarises the rollouts of all environments in the numbers."""
-    names = (name.split("/") for name in numbers.names_of("orchestrator"))
-    return played(
-        numbers,
-        [words[1] for words in names if words[0] == "rollouts" and words[2:] == ["finished"]],
-    )
+        for name, (at, values) in points.items():
+            counts[name] = int(sum(v for s, v in zip(at, values, strict=True) if s >= steps[0]))
+        failed = Counter({cause: counts[f"failed_{cause}"] for cause in get_args(Cause)})
+        lost, _ = numbers.points("orchestrator", f"env/{env}/quarantined", 1)
+        summaries[env] = Played(counts["finished"], counts["trained"], +failed, lost == [steps[-1]])
+    return summaries
 
 
 def step_texts(line: dict[str, Any]) -> list[str]:
@@ -90,27 +85,14 @@ def step_texts(line: dict[str, Any]) -> list[str]:
     for a single one, only the latter."""
     from rl.run_dir.numbers import Numbers
 
-    rewards, counts = environment_rewards(line), played_in(Numbers.of({(0, "orchestrator"): line}))
-    texts = {
-        env: "-" if value is None else f"{value:.2f}"
-        for env, value in (dict.fromkeys(counts) | rewards).items()
-    }
-    faults = {env: fault for env, one in counts.items() if (fault := step_fault(one))}
-    if len(texts) == 1:
-        return list(faults.values())
+    rewards, counts = environment_rewards(line), played(Numbers.of({(0, "orchestrator"): line}))
+    faults = {env: counts[env].step_fault if env in counts else "" for env in {*counts, *rewards}}
+    if len(faults) == 1:
+        return [fault for fault in faults.values() if fault]
+    texts = {env: "-" if (x := rewards.get(env)) is None else f"{x:.2f}" for env in faults}
     return [
-        ", ".join([f"{env} {text}", *([faults[env]] if env in faults else [])])
-        for env, text in sorted(texts.items())
+        f"{env} {texts[env]}" + (f", {faults[env]}" if faults[env] else "") for env in sorted(texts)
     ]
-
-
-def step_fault(one: Played) -> str:
-    """Describes briefly what is wrong with an environment's rollouts of one step; empty if
-    nothing is."""
-    if one.lost:
-        return "lost"
-    failed = f"{one.failed.total() / one.finished:.0%} failed" if one.failed.total() else ""
-    return f"{failed}, none trained" if failed and not one.trained else failed
 
 
 def max_tokens(config: RLConfig) -> dict[str, int]:
@@ -123,48 +105,37 @@ def max_tokens(config: RLConfig) -> dict[str, int]:
 def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Returns the length limits that many of a step's rollouts exceed: metric -> (`40% cut off`,
     a sentence with the limit)."""
-    found, most = {}, sorted(set(max_tokens(config).values()))
-    if (share := line.get("rollouts/truncated") or 0.0) > MANY_LONG:
-        limit = (
-            f"orchestrator.sampling.max_tokens = {', '.join(map(str, most))}"
-            if most
-            else "the limit with which it was recorded"
-        )
-        found["rollouts/truncated"] = (
-            f"{share:.0%} cut off",
-            f"{share:.0%} of its rollouts had an answer cut off at {limit}",
-        )
-    if (share := line.get("rollouts/overlong") or 0.0) > MANY_LONG:
-        limit = f"model.max_model_len = {config.model.max_model_len}"
-        ended = (
-            f"{share:.0%} of its rollouts ended because their next prompt left no room for an "
-            f"answer in {limit}"
-        )
-        found["rollouts/overlong"] = f"{share:.0%} overlong", ended
-    return found
+    limits = ", ".join(map(str, sorted(set(max_tokens(config).values()))))
+    limit = f"orchestrator.sampling.max_tokens = {limits}" if limits else "the recorded limit"
+    context = f"model.max_model_len = {config.model.max_model_len}"
+    kinds = {
+        "rollouts/truncated": ("cut off", f"had an answer cut off at {limit}"),
+        "rollouts/overlong": (
+            "overlong",
+            f"ended because their next prompt left no room for an answer in {context}",
+        ),
+    }
+    shares = {name: line.get(name) or 0.0 for name in kinds}
+    return {
+        name: (f"{share:.0%} {kinds[name][0]}", f"{share:.0%} of its rollouts {kinds[name][1]}")
+        for name, share in shares.items()
+        if share > MANY_LONG
+    }
 
 
-def environment_problems(state: RunState) -> list[Problem]:
-    """Returns environments that are lost or whose rollouts all failed, and, not serious, those
+def environment_problems(state: RunState) -> Iterator[Problem]:
+    """Yields environments that are lost or whose rollouts all failed, and, not serious, those
     with many failed rollouts in the newest steps."""
-    said = [event for event in state.recent_events if event.event == "warning"]
-    envs, found = sorted(entry.label for entry in state.config.orchestrator.environment), []
+    envs = sorted(entry.label for entry in state.config.orchestrator.environment)
     newest = played(state.numbers, envs, RECENT)
     for env, whole in played(state.numbers, envs).items():
-        serious = whole.lost or (not whole.trained and whole.failed.total() > 0)
-        one = whole if serious else newest[env]
-        if serious or one.failed.total() > MANY * one.finished:
-            when = "" if one == whole else f"in the newest {RECENT} steps, "
-            about = [
-                event.reason.replace(f"environment {env}:", "at first:", 1)
-                for event in said
-                if event.env == env
-            ]
-            look = (
-                [f"`rl show {state.run_dir.root} --env {env} --why error` shows them"]
-                if one.failed
-                else []
-            )
-            text = "; ".join([f"environment {env}: {when}{one.fault}", *about, *look])
-            found.append(Problem(text, serious, (f"rollouts/{env}/trained",), "error"))
-    return found
+        is_serious = whole.lost or (not whole.trained and whole.failed.total() > 0)
+        summary = whole if is_serious else newest[env]
+        if not is_serious and summary.failed.total() <= MANY * summary.finished:
+            continue
+        when = "" if summary == whole else f"in the newest {RECENT} steps, "
+        warned = [e.reason for e in state.recent_events if e.event == "warning" and e.env == env]
+        look = f"`rl show {state.run_dir.root} --env {env} --why error` shows them"
+        parts = [f"environment {env}: {when}{summary.fault}", *warned]
+        text = "; ".join([*parts, look] if summary.failed else parts)
+        yield Problem(text, is_serious, (f"rollouts/{env}/trained",), "error")

@@ -40,53 +40,36 @@ class Problem:
 
 def problems_of(state: RunState, over: bool) -> list[Problem]:
     """Returns all problems, worst first. For a run that is `over`, only its files are checked."""
-    if over:
-        return damage(state)
-    return [
-        *disk_problems(state),
-        *(process_problems(state) if state.alive else []),
-        *damage(state),
-    ]
+    before = [] if over else [*disk_problems(state), *process_problems(state)]
+    return [*before, *damage(state)]
 
 
-def process_problems(state: RunState) -> list[Problem]:
-    """Returns processes that are stopped, silent, or dead without an `rl` to restart them."""
-    found = []
-    for name, process in (
-        state.processes | ({"rl": state.launcher} if state.launcher else {})
-    ).items():
+def process_problems(state: RunState) -> Iterator[Problem]:
+    """Yields processes that are stopped, silent, or dead without an `rl` to restart them."""
+    if not state.alive:
+        return
+    launcher = {"rl": state.launcher} if state.launcher else {}
+    for name, process in (state.processes | launcher).items():
         for pid, title in process.stopped.items():
             text = (
                 f"the {name} is stopped: SIGSTOP or a debugger holds process {pid} ({title}); "
                 f"`kill -CONT {pid}` continues it"
             )
-            found.append(Problem(text, files=log_of(state, name)))
+            yield Problem(text, files=state.logs(name))
     for name, process in state.processes.items():
-        log = state.log(name) or state.rl_dir.logs
-        if not process.there and not state.is_led:
+        if not process.may_live and not state.is_led:
             text = (
                 f"the {name} died while it was {process.doing}, and no `rl` is running to "
-                f"restart it; see {log}, then `{state.resume}`"
+                f"restart it; see {state.log_name(name)}, then `{state.resume}`"
             )
-        elif (
-            process.there
-            and process.silent_s > state.config.supervisor.silence_s / 2
-            and not process.stopped
-        ):
+            yield Problem(text, files=state.logs(name))
+        late = process.silent_s > state.config.supervisor.silence_s / 2
+        if process.may_live and late and not process.stopped:
             text = (
                 f"no heartbeat of the {name} for {span(process.silent_s)}, it was "
-                f"{process.doing}: {silence(process, state)}; see {log}"
+                f"{process.doing}: {silence(process, state)}; see {state.log_name(name)}"
             )
-        else:
-            continue
-        found.append(Problem(text, files=log_of(state, name)))
-    return found
-
-
-def log_of(state: RunState, name: str) -> tuple[Path, ...]:
-    """Returns the newest log of a process, if it has one."""
-    log = state.log(name)
-    return (log,) if log else ()
+            yield Problem(text, files=state.logs(name))
 
 
 def silence(process: Process, state: RunState) -> str:
@@ -106,107 +89,77 @@ def silence(process: Process, state: RunState) -> str:
     )
 
 
-def disk_problems(state: RunState) -> list[Problem]:
-    """Returns the run's directories that are not writable, or have less free space than the next
+def disk_problems(state: RunState) -> Iterator[Problem]:
+    """Yields the run's directories that are not writable, or have less free space than the next
     file needs."""
-    found = []
     newest = {
         state.run_dir.root: state.run_dir.checkpoint(state.newest_checkpoint),
         state.run_dir.weights_dir: state.run_dir.weights(state.newest_version),
     }
-    for place, like in newest.items():
-        if not place.is_dir():
+    for folder, like in newest.items():
+        if not folder.is_dir():
             continue
-        need = max(LOW_BYTES, on_disk(like))
-        free = shutil.disk_usage(place).free
-        if not os.access(place, os.W_OK) or os.statvfs(place).f_flag & os.ST_RDONLY:
-            text = (
-                f"{place} is not writable: its file system is read-only, or owned by another "
+        need, free = max(LOW_BYTES, on_disk(like)), shutil.disk_usage(folder).free
+        if not os.access(folder, os.W_OK) or os.statvfs(folder).f_flag & os.ST_RDONLY:
+            yield Problem(
+                f"{folder} is not writable: its file system is read-only, or owned by another "
                 f"user; fix that, then `{state.resume}`"
             )
         elif free < need:
-            remedy = (
-                "free some space, or lower trainer.checkpoint.keep_last and "
+            yield Problem(
+                f"the disk of {folder} is full: {size(free)} free, but the next file there needs "
+                f"about {size(need)}; free some space, or lower trainer.checkpoint.keep_last and "
                 "trainer.weights.keep_last"
             )
-            text = (
-                f"the disk of {place} is full: {size(free)} free, but the next file there needs "
-                f"about {size(need)}; {remedy}"
-            )
-        else:
-            continue
-        found.append(Problem(text))
-    return found
 
 
-def damage(state: RunState) -> list[Problem]:
-    """Returns damaged files, judged only by size and header; `rl doctor RUN --verify` reads
-    every byte."""
-    remedy = f"`{state.resume}` moves it away and recreates it"
-    return [
-        Problem(f"{path} is damaged: {why}; {remedy}", files=(path,) if path.is_file() else ())
-        for path, why in faults(state)
-    ]
-
-
-def metrics_left_out(state: RunState) -> list[Problem]:
-    """Returns that some metrics are not shown, if a source has too many."""
-    path = state.run_dir.metrics
-    return [
-        Problem(
-            f"{path}: has more than {MOST_NAMES:,} metrics of the {source}; the others are "
-            "shown nowhere",
-            serious=False,
-            files=(path,),
-        )
-        for source, table in state.numbers.tables.items()
-        if table.left_out
-    ]
-
-
-def parity_missed(state: RunState) -> list[Problem]:
-    """Returns that trainer and inference were not compared before a checkpoint, nor since."""
-    name = "parity/unjudged"
-    (steps, counts), (judged, _) = (
-        state.numbers.points("trainer", metric, last=1) for metric in (name, "parity/agrees")
-    )
-    return (
-        [Problem(f"{unjudged(int(counts[0]))} ({name})", serious=False, metrics=(name,))]
-        if steps > judged
-        else []
-    )
+def damage(state: RunState) -> Iterator[Problem]:
+    """Yields the damaged ones of the newest batch, version and checkpoint, which a resume starts
+    from. They are judged only by size and header; `rl doctor RUN --verify` reads every byte."""
+    for path, fault in faults(state):
+        text = f"{fault}; `{state.resume}` moves it away and recreates it"
+        yield Problem(text, files=(path,) if path.is_file() else ())
 
 
 def faults(state: RunState) -> Iterator[tuple[Path, str]]:
-    """Yields (file, fault) for the newest batch, checkpoint and version, which a resume starts
-    from."""
-    batch, weights = (
-        state.run_dir.batch(state.newest_batch),
-        state.run_dir.weights(state.newest_version),
-    )
-    checks = [(read_header, file) for file in sorted(weights.glob("*.safetensors"))]
-    for check, path in [(batch_head, batch), *checks] if state.newest_batch else checks:
+    """Yields each damaged file with its fault."""
+    run_dir = state.run_dir
+    weights = sorted(run_dir.weights(state.newest_version).glob("*.safetensors"))
+    checks = [(batch_head, run_dir.batch(state.newest_batch)), *((read_header, p) for p in weights)]
+    for check, path in checks if state.newest_batch else []:
         try:
             if not path.is_file():
-                raise CorruptFileError("it is not a file")  # to open a pipe would wait
+                raise CorruptFileError(f"{path}: is not a file")  # to open a pipe would wait
             check(path)
         except CorruptFileError as error:
-            yield path, str(error).removeprefix(f"{path}: ")
-    if state.newest_checkpoint:
-        yield from checkpoint_faults(state.run_dir.checkpoint(state.newest_checkpoint))
-
-
-def checkpoint_faults(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yields (file, fault) for files of a checkpoint that are missing or whose size differs from
-    the manifest."""
-    try:
-        files = read_manifest(folder)["files"]
-    except CorruptFileError:
-        yield folder / MANIFEST, "missing or unreadable"
+            yield path, str(error)
+    if not state.newest_checkpoint:
         return
-    for name, entry in files.items():
-        file = folder / name
-        if not file.is_file():
-            yield file, "missing"
-        elif file.stat().st_size != entry.get("size"):
-            yield file, f"it has {file.stat().st_size} bytes instead of {entry.get('size')}"
+    folder = run_dir.checkpoint(state.newest_checkpoint)
+    try:
+        entries = read_manifest(folder)["files"]
+    except CorruptFileError:
+        yield folder / MANIFEST, f"{folder / MANIFEST}: is missing or unreadable"
+        return
+    for path, expected in ((folder / name, entry.get("size")) for name, entry in entries.items()):
+        if not path.is_file():
+            yield path, f"{path}: is missing"
+        elif (num_bytes := path.stat().st_size) != expected:
+            yield path, f"{path}: has {num_bytes} bytes instead of {expected}"
+
+
+def doubts(state: RunState) -> Iterator[Problem]:
+    """Yields that some metrics are not shown, and that trainer and inference were not compared
+    before a checkpoint, nor since."""
+    path, name = state.run_dir.metrics, "parity/unjudged"
+    for source, table in state.numbers.tables.items():
+        if table.left_out:
+            text = (
+                f"{path}: has more than {MOST_NAMES:,} metrics of the {source}; the others are "
+                "shown nowhere"
+            )
+            yield Problem(text, serious=False, files=(path,))
+    steps, counts = state.numbers.points("trainer", name, last=1)
+    if steps > state.numbers.points("trainer", "parity/agrees", last=1)[0]:
+        text = f"{unjudged(int(counts[0]))} ({name})"
+        yield Problem(text, serious=False, metrics=(name,))

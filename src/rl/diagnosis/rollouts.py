@@ -5,16 +5,17 @@ import contextlib
 import heapq
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl.run_dir.files import MAX_LINE_BYTES, CorruptFileError, reading
-from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir
+from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.system.terminal import cut_middle, digits, visible
 from rl.wire.batch_file import check_rollouts, open_rollouts
+from rl.wire.pending import waiting_lines
 
 Row = dict[str, Any]
 """One line of such a file: a rollout and whether it was trained on."""
@@ -32,7 +33,7 @@ def rollout_files(run_dir: RunDir, step: int | None = None) -> list[Path]:
     if step is not None:
         return [files[step]] if step in files else []
     return [
-        *([run_dir.pending_rollouts] if run_dir.pending_rollouts.exists() else []),
+        *([run_dir.pending] if run_dir.pending.exists() else []),
         *reversed(files.values()),
     ]
 
@@ -59,23 +60,21 @@ def parse_rollout(line: bytes, place: str) -> Row:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise CorruptFileError(f"{place}: not JSON ({error})") from None
-    if not (isinstance(row, dict) and "reward" in row and is_conversation(row.get("messages"))):
+    messages = row.get("messages") if isinstance(row, dict) and "reward" in row else None
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise CorruptFileError(f"{place}: not a rollout: it needs messages and a reward")
     return row
 
 
-def is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(message, dict) for message in value)
-
-
 def unsettled(path: Path, newest: Path | None) -> Iterator[Row]:
-    """Yields the rollouts of pending.jsonl that are not yet in the `newest` step's file; while a
+    """Yields the rollouts of pending.log that are not yet in the `newest` step's file; while a
     batch is committed, both may have some."""
     settled = set()
     if newest and newest.stat().st_mtime_ns >= path.stat().st_mtime_ns:
         with contextlib.suppress(CorruptFileError):  # reported when that file itself is read
             settled = {row.get("group_id") for row in read_rollouts(newest)}
-    return (row for row in read_rollouts(path) if row.get("group_id") not in settled)
+    rows = (parse_rollout(line, str(path)) for line in waiting_lines(path).splitlines())
+    return (row for row in rows if row.get("group_id") not in settled)
 
 
 def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
@@ -84,12 +83,9 @@ def read_all(files: Iterable[Path], damaged: list[str]) -> Iterator[Row]:
     files = list(files)
     for path in files:
         try:
-            pending = path.name == PENDING_ROLLOUTS
-            yield from (
-                unsettled(path, next((other for other in files if other != path), None))
-                if pending
-                else read_rollouts(path)
-            )
+            is_pending = path.name == PENDING_LOG
+            newest = next((other for other in files if other != path), None)
+            yield from unsettled(path, newest) if is_pending else read_rollouts(path)
         except CorruptFileError as error:
             damaged.append(str(error))
         except FileNotFoundError:  # compressed, deleted or moved since the folder was listed
@@ -109,10 +105,7 @@ class Selection:
     why: str | None = None
     """Reason for not being trained on; `trained` for trained rollouts; `error` also matches
     every rollout that failed itself."""
-    seen: dict[str, Counter[str]] = field(
-        default_factory=lambda: {"env": Counter(), "task": Counter(), "why": Counter()}
-    )
-
+    seen: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     taken: int = 0
     """Number of rollouts selected so far."""
     numbers: set[str] = field(default_factory=set)
@@ -120,17 +113,13 @@ class Selection:
 
     def takes(self, row: Row) -> bool:
         """Returns whether a rollout is selected, and counts its values."""
-        found = {
-            "env": [str(row.get("env"))],
-            "task": [str(row.get("task"))],
-            "why": reasons_of(row),
-        }
-        self.numbers.update(
-            name for name in {**row, **metrics_of(row)} if number_of(row, name) is not None
-        )
-        for name, values in found.items():
-            self.seen[name].update(values)
-        takes = all(wanted is None or wanted in found[name] for name, wanted in self.wanted.items())
+        names = {*row, *metrics_of(row)}
+        self.numbers |= {name for name in names if number_of(row, name) is not None}
+        env, task = [str(row.get("env"))], [str(row.get("task"))]
+        values = {"env": env, "task": task, "why": reasons_of(row)}
+        for name in values:
+            self.seen[name].update(values[name])
+        takes = all(wanted in (None, *values[name]) for name, wanted in self.wanted.items())
         self.taken += takes
         return takes
 
@@ -142,9 +131,8 @@ class Selection:
 def reasons_of(row: Row) -> list[str]:
     """Returns why a rollout was not trained on, or `trained`, and `error` if it failed; empty if
     it was not meant for training."""
-    if "why" not in row:
-        return ["error"] if row.get("error") else []
-    return list(dict.fromkeys([row["why"] or TRAINED, *(["error"] if row.get("error") else [])]))
+    reasons = [row["why"] or TRAINED] if "why" in row else []
+    return [*dict.fromkeys([*reasons, *(["error"] if row.get("error") else [])])]
 
 
 def number_of(row: Row, name: str) -> float | None:
@@ -213,20 +201,14 @@ def contains(row: Row, text: str) -> bool:
     """
     parts = [str(row.get("error") or "")]
     for message in row["messages"]:
-        parts += content_texts(
-            [message.get("reasoning_content"), message.get("thinking")]
-        ) + content_texts(message.get("content"))
-        parts += [
-            part for name, arguments in calls_of(message) for part in (name, plain(arguments))
-        ]
+        thinking = [message.get("reasoning_content"), message.get("thinking")]
+        parts += content_texts(thinking) + content_texts(message.get("content"))
+        parts += [plain(part) for call in calls_of(message) for part in call]
     return any(text in part.casefold() for part in parts)
 
 
 def plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-PROMPT_ENDS = "[the prompt ends here]"
 
 
 def num_prompt_messages(row: Row) -> int:
@@ -236,22 +218,8 @@ def num_prompt_messages(row: Row) -> int:
     return number if isinstance(number, int) and 0 <= number <= len(row["messages"]) else 0
 
 
-def prompt_end(messages: list[dict[str, Any]], num_prompt: int) -> list[str]:
-    """Returns the line that separates a prompt's worked examples from the policy's answers;
-    empty if the prompt has no answers."""
-    return (
-        [PROMPT_ENDS]
-        if any(message.get("role") == "assistant" for message in messages[:num_prompt])
-        else []
-    )
-
-
-def messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
-    """Formats a whole conversation. `num_prompt`: see `num_prompt_messages`."""
-    texts = [message_text(message).replace("\n", "\n    ") for message in messages]
-    return "\n".join([*texts[:num_prompt], *prompt_end(messages, num_prompt), *texts[num_prompt:]])
-
-
+PROMPT_ENDS = "[the prompt ends here]"
+"""Separates a prompt's worked examples from the policy's answers."""
 MOST_MESSAGES = 10
 """Messages shown of a shortened conversation, at its start and end."""
 LEAST_OF_PROMPT = 2
@@ -260,64 +228,60 @@ MOST_CHARACTERS, MOST_LINES = 4000, 60
 """Limits of a shortened conversation, divided among its messages."""
 
 
-def short_messages_text(messages: list[dict[str, Any]], num_prompt: int = 0) -> str:
-    """Shortens a conversation to about one screen: leaves out and counts the middle of the
-    conversation, first of the prompt, and of each message."""
-    prompt, rest = messages[:num_prompt], messages[num_prompt:]
-    for_rest = min(len(rest), MOST_MESSAGES - min(len(prompt), LEAST_OF_PROMPT))
-    shown = max(1, min(len(messages), MOST_MESSAGES))
-    limits = max(200, MOST_CHARACTERS // shown), max(4, MOST_LINES // shown)
+def messages_text(
+    messages: list[dict[str, Any]], num_prompt: int = 0, *, is_short: bool = False
+) -> str:
+    """Formats a conversation. `num_prompt`: see `num_prompt_messages`. `is_short`: about one
+    screen, without the middle of the conversation, first of the prompt, and of each message."""
+    texts = [message_text(message) for message in messages]
+    if is_short:
+        count = max(1, min(len(texts), MOST_MESSAGES))
+        limits = max(200, MOST_CHARACTERS // count), max(4, MOST_LINES // count)
+        texts = [cut_middle(text, *limits) for text in texts]
+    texts = [text.replace("\n", "\n    ") for text in texts]
+    prompt, rest = texts[:num_prompt], texts[num_prompt:]
+    if is_short:
+        room = min(len(rest), MOST_MESSAGES - min(len(prompt), LEAST_OF_PROMPT))
+        prompt, rest = without_middle(prompt, MOST_MESSAGES - room), without_middle(rest, room)
+    has_answers = any(message.get("role") == "assistant" for message in messages[:num_prompt])
+    return "\n".join([*prompt, *([PROMPT_ENDS] if has_answers else []), *rest])
 
-    def texts(part: list[dict[str, Any]], room: int) -> list[str]:
-        left_out, head = max(0, len(part) - room), room // 2 if len(part) > room else len(part)
-        kept = [*part[:head], *part[head + left_out :]]
-        found = [
-            cut_middle(message_text(message), *limits).replace("\n", "\n    ") for message in kept
-        ]
-        return [
-            *found[:head],
-            *([f"[... {left_out:,} messages ...]"] if left_out else []),
-            *found[head:],
-        ]
 
-    return "\n".join(
-        [
-            *texts(prompt, MOST_MESSAGES - for_rest),
-            *prompt_end(messages, num_prompt),
-            *texts(rest, for_rest),
-        ]
-    )
+def without_middle(texts: list[str], room: int) -> list[str]:
+    """Returns the first and the last of the texts, `room` of them, and the number of others."""
+    head, left_out = room // 2, len(texts) - room
+    if left_out <= 0:
+        return texts
+    return [*texts[:head], f"[... {left_out:,} messages ...]", *texts[head + left_out :]]
+
+
+PLACE = {
+    "step": "step ",
+    "policy_version": "version ",
+    "policy": "policy ",
+    "env": "",
+    "task": "task ",
+    "group_id": "group ",
+    "rollout_id": "rollout ",
+    "rollout": "rollout ",
+    "sample": "sample ",
+}
+"""Fields that say which rollout it is, with the word before each."""
 
 
 def heading(row: Row) -> str:
     """Returns a rollout's position, its reward and advantage, and how it ended."""
-    names = {
-        "step": "step",
-        "policy_version": "version",
-        "policy": "policy",
-        "env": "",
-        "task": "task",
-        "group_id": "group",
-        "rollout_id": "rollout",
-        "rollout": "rollout",
-        "sample": "sample",
-    }
-    place = [
-        f"{word} {row[name]}".strip() for name, word in names.items() if row.get(name) is not None
-    ]
-    place += [f"agent {row['agent']}"] if row.get("agent", "agent") != "agent" else []
-    metrics = ", ".join(
-        f"{name} {digits(value, 4)}"
-        for name, value in metrics_of(row).items()
-        if isinstance(value, (int, float))
-    )
+    place = [f"{word}{row[name]}" for name, word in PLACE.items() if row.get(name) is not None]
+    if (agent := row.get("agent", "agent")) != "agent":
+        place.append(f"agent {agent}")
+    values = {name: number_of(metrics_of(row), name) for name in metrics_of(row)}
+    metrics = ", ".join(f"{name} {digits(x, 4)}" for name, x in values.items() if x is not None)
     reward, advantage = number_of(row, "reward"), number_of(row, "advantage")
-    scores = [
-        "no reward"
-        if reward is None
-        else f"reward {reward:.3f}" + (f" ({metrics})" if metrics else "")
-    ]
-    scores += [f"advantage {advantage:+.3f}"] if advantage is not None else []
+    scores = ["no reward" if reward is None else f"reward {reward:.3f}"]
+    if reward is not None and metrics:
+        scores = [f"reward {reward:.3f} ({metrics})"]
+    if advantage is not None:
+        scores.append(f"advantage {advantage:+.3f}")
     if "why" in row:
         scores.append(TRAINED if row["why"] is None else f"not trained: {row['why']}")
     return visible(f"{', '.join(place)}\n  {', '.join(scores)}\n  {ending(row)}")
@@ -325,26 +289,22 @@ def heading(row: Row) -> str:
 
 def ending(row: Row) -> str:
     """Returns how a rollout ended, its length, and the versions that sampled it."""
-    outcome, stop, tokens, turns = (
-        row.get(name) for name in ("outcome", "stop", "num_tokens", "num_turns")
-    )
+    stop, tokens, turns = row.get("stop"), row.get("num_tokens"), row.get("num_turns")
     # For a single answer, `stop` only says that the turn limit is reached; for an endpoint's
     # answers, turns are unknown.
     why = f" ({stop})" if stop and turns != 1 and (turns or not tokens) else ""
-    how = [f"{outcome or 'finished'}{why}"]
-    how += [f"{tokens:,} tokens"] if isinstance(tokens, int) else []
-    how += [f"{turns} turns"] if isinstance(turns, int) and turns > 1 else []
-    how += (
-        [f"sampled by version {', '.join(map(str, row['versions']))}"]
-        if row.get("versions")
-        else []
-    )
-    return ", ".join(how)
+    parts = [f"{row.get('outcome') or 'finished'}{why}"]
+    if isinstance(tokens, int):
+        parts.append(f"{tokens:,} tokens")
+    if isinstance(turns, int) and turns > 1:
+        parts.append(f"{turns} turns")
+    if versions := row.get("versions"):
+        parts.append(f"sampled by version {', '.join(map(str, versions))}")
+    return ", ".join(parts)
 
 
 def rollout_text(row: Row) -> str:
     """Formats a whole rollout, with its error if it failed."""
     error = [visible(f"error: {row['error']}").replace("\n", "\n    ")] if row.get("error") else []
-    return "\n".join(
-        [heading(row), messages_text(row["messages"], num_prompt_messages(row)), *error]
-    )
+    messages = messages_text(row["messages"], num_prompt_messages(row))
+    return "\n".join([heading(row), messages, *error])

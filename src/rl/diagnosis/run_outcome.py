@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rl.diagnosis.state import RunState
-from rl.run_dir.logs import last_lines, last_words, newest_log
+from rl.run_dir.logs import last_lines, last_words
 from rl.run_dir.status import RunEnd
 from rl.system.terminal import span
 
@@ -15,24 +15,31 @@ if TYPE_CHECKING:
 class RunOutcome(NamedTuple):
     """How a run ended."""
 
-    text: str
-    """One sentence, with the remedy after a bad end."""
     how: Literal["ended", "stopped", "died"]
     """Ended well; stopped by its user before the last step; died of a fault."""
+    what: str
+    ago_s: float | None = None
+    rest: str = ""
+    """Where and why, and the remedy: what follows the age."""
     log: Path | None = None
     """The log with the cause."""
-    age: str = ""
-    """The part of `text` that says how long ago the run ended."""
+
+    @property
+    def lasting(self) -> str:
+        """One sentence without the age, which changes with time."""
+        return f"{self.what}{self.rest}"
+
+    def __str__(self) -> str:
+        age = "" if self.ago_s is None else f" {span(self.ago_s)} ago"
+        return f"{self.what}{age}{self.rest}"
 
 
 def nothing_trained(numbers: "Numbers") -> str:
     """Returns why a run that completed steps trained nothing; empty if it has trained, or
     completed no step."""
-    steps = [step for step in numbers.steps("trainer") if step > 0]
-    quarantined = {
-        step for step, value in zip(*numbers.points("trainer", "quarantined"), strict=True) if value
-    }
-    if not steps or not quarantined.issuperset(steps):
+    steps = {step for step in numbers.steps("trainer") if step > 0}
+    points = zip(*numbers.points("trainer", "quarantined"), strict=True)
+    if not steps or steps - {step for step, value in points if value}:
         return ""
     return (
         "no step was trained: every batch was quarantined (see batches/*.quarantined); fix the "
@@ -43,119 +50,84 @@ def nothing_trained(numbers: "Numbers") -> str:
 def num_models(state: RunState) -> int | None:
     """Returns how many models the clients of an `rl serve` have made; None for one of these
     models, and for any other run."""
-    is_server = state.config.serve and state.rl_dir is state.run_dir
+    is_server = state.config.kind == "serve" and state.rl_dir is state.run_dir
     return len([*state.run_dir.root.glob("models/*/calls.log")]) if is_server else None
 
 
 def early_end(end: RunEnd | None, step: int, max_steps: int) -> str:
     """Returns where and why a run ended before its last step; empty for any other run."""
-    return (
-        ""
-        if end is None or end.kind == "done"
-        else f"the run ended at step {step} of {max_steps}: {end.reason}"
-    )
+    if end is None or end.kind == "done":
+        return ""
+    return f"the run ended at step {step} of {max_steps}: {end.reason}"
 
 
 def ended_well(state: RunState) -> str:
     """Returns why a finished run ended; empty for a run that did not finish."""
     if nothing_trained(state.numbers):
         return ""
-    if state.config.sft:
-        passes = state.config.sft.epochs
-        epoch = [*state.numbers.points("trainer", "epoch", 1)[1], 0.0][0]
-        done = state.step >= state.config.max_steps if passes is None else epoch >= passes - 1e-6
-        return (
-            f"{state.step} steps done"
-            if done and max(state.newest_checkpoint, state.newest_version) >= state.step > 0
-            else ""
+    if sft := state.config.sft:
+        epoch = [0.0, *state.recent("trainer", "epoch")][-1]
+        is_done = (
+            state.step >= state.config.max_steps
+            if sft.epochs is None
+            else epoch >= sft.epochs - 1e-6
         )
+        is_kept = max(state.newest_checkpoint, state.newest_version) >= state.step > 0
+        return f"{state.step} steps done" if is_done and is_kept else ""
     last = max([0, *state.quarantined, state.step])
     return state.end.reason if state.end and state.newest_checkpoint >= last else ""
 
 
 def run_outcome(state: RunState) -> RunOutcome:
     """Returns how a run without live processes ended."""
-    models = num_models(state)
+    models, max_steps, end = num_models(state), state.config.max_steps, state.end
     at = f" at step {state.step}" if models is None else ""  # a server trains nothing itself
     if reason := ended_well(state):
-        doubtful = state.end if state.end and state.end.kind == "doubtful" else None
-        return RunOutcome(
-            early_end(doubtful, state.step, state.config.max_steps)
-            or f"the run ended well: {reason}",
-            "ended",
-        )
+        is_doubtful = end and end.kind == "doubtful"
+        doubt = early_end(end, state.step, max_steps) if is_doubtful else ""
+        return RunOutcome("ended", doubt or f"the run ended well: {reason}")
     if why := nothing_trained(state.numbers):
-        return RunOutcome(why, "died")
+        return RunOutcome("died", why)
     if stop := state.stop:
-        age = f" {span(state.now - stop.time)} ago"
-        where = f"at step {state.step} of {state.config.max_steps}"
-        return RunOutcome(
-            f"the run was stopped by {stop.reason}{age} {where}; continue it with `{state.resume}`",
-            "stopped",
-            age=age,
-        )
-    fatal = [
-        event
-        for event in state.recent_events
-        if event.event == "give_up" or event is state.down(event.process)
-    ]
+        rest = f"{at} of {max_steps}; continue it with `{state.resume}`"
+        age_s = state.now - stop.time
+        return RunOutcome("stopped", f"the run was stopped by {stop.reason}", age_s, rest)
+    downs = [state.down(event.process) for event in state.recent_events]
+    fatal = [e for e in state.recent_events if e.event == "give_up" or e in downs]
     if fatal:
-        last = fatal[-1]
-        count = len(state.deaths(last.process))
+        last, log = fatal[-1], state.log(fatal[-1].process)
+        count, words = len(state.deaths(last.process)), last_words(log)
         often = f", the last of its {count} deaths" if count > 1 else ""
-        log = newest_log(state.rl_dir.logs, last.process)
-        quote = (
-            f", saying: {words}" if (words := last_words(log)) and words not in last.reason else ""
+        quote = f", saying: {words}" if words and words not in last.reason else ""
+        rest = (
+            f"{at} with the {last.process}{often}: {last.reason}{quote}; see "
+            f"{state.log_name(last.process)}, then `{state.resume}`"
         )
-        age = f" {span(state.now - last.time)} ago"
-        where = f"the run ended{age}{at} with the {last.process}{often}"
-        return RunOutcome(
-            f"{where}: {last.reason}{quote}; see {log or state.rl_dir.logs}, then `{state.resume}`",
-            "died",
-            log,
-            age,
-        )
-    if left := [process for process in state.processes.values() if process.alive is False]:
-        first = left[0]
-        doing = ", ".join(f"the {process.name} was {process.doing}" for process in left)
-        age = f" {span(first.silent_s)} ago"
-        again = (
-            f"its jobs, {state.jobs}, continue it if they are still in the queue; else"
-            if state.jobs
-            else "continue it with"
-        )
-        return RunOutcome(
-            f"the run was killed{age}{at}: {doing}; {again} `{state.resume}`", "died", age=age
-        )
-    if state.config.serve:
-        done = f"trained {state.step} steps" if models is None else f"made {models} models"
-        return RunOutcome(
-            f"clients of `rl serve` {done}; they can go on after `{state.resume}`", "stopped"
-        )
-    if (
-        state.numbers.newest() is None
-        and not state.newest_batch
-        and newest_log(state.rl_dir.logs, "trainer") is None
-    ):
+        return RunOutcome("died", "the run ended", state.now - last.time, rest, log)
+    if dead := [process for process in state.processes.values() if not process.may_live]:
+        doing = ", ".join(f"the {process.name} was {process.doing}" for process in dead)
+        rest = f"{at}: {doing}; continue it with `{state.resume}`"
         if state.jobs:
-            return RunOutcome(
-                f"no machine has joined the run yet; its jobs are {state.jobs}", "stopped"
+            rest = (
+                f"{at}: {doing}; its jobs, {state.jobs}, continue it if they are still in the "
+                f"queue; else `{state.resume}`"
             )
-        log = newest_log(state.rl_dir.logs, "data") or newest_log(state.rl_dir.logs, "model")
+        return RunOutcome("died", "the run was killed", dead[0].silent_s, rest)
+    if state.config.kind == "serve":
+        done = f"trained {state.step} steps" if models is None else f"made {models} models"
+        what = f"clients of `rl serve` {done}; they can go on after `{state.resume}`"
+        return RunOutcome("stopped", what)
+    if state.numbers.newest() is None and not state.newest_batch and not state.log("trainer"):
+        if state.jobs:
+            what = f"no machine has joined the run yet; its jobs are {state.jobs}"
+            return RunOutcome("stopped", what)
+        log = state.log("data") or state.log("model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
-        return RunOutcome(f"the run did not start{why}; `{state.resume}` tries again", "died", log)
-    if (
-        state.end
-        and not state.newest_checkpoint
-        and not state.processes
-        and state.step >= (state.newest_batch or state.config.max_steps)
-    ):
-        # a copy without them
-        return RunOutcome(
-            f"the run ended well: {state.end.reason}; its checkpoints are not here", "ended"
-        )
-    text = (
-        f"the run was stopped at step {state.step} of {state.config.max_steps}; continue it with "
-        f"`{state.resume}`"
-    )
-    return RunOutcome(text, "stopped")
+        what = f"the run did not start{why}; `{state.resume}` tries again"
+        return RunOutcome("died", what, log=log)
+    is_copy = not state.newest_checkpoint and not state.processes  # without its checkpoints
+    if end and is_copy and state.step >= (state.newest_batch or max_steps):
+        what = f"the run ended well: {end.reason}; its checkpoints are not here"
+        return RunOutcome("ended", what)
+    what = f"the run was stopped{at} of {max_steps}; continue it with `{state.resume}`"
+    return RunOutcome("stopped", what)

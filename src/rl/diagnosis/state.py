@@ -7,7 +7,6 @@ it is watched for a few seconds.
 
 import contextlib
 import statistics
-import sys
 import time
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,12 +22,11 @@ from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.lease import LEASE_S, LockOwner
 from rl.run_dir.logs import newest_log
-from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, World
+from rl.run_dir.nodes import Nodes, NodeStatus
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import (
     HEARTBEAT_S,
-    Phase,
     RoleStatus,
     RunEnd,
     Staleness,
@@ -37,7 +35,7 @@ from rl.run_dir.status import (
     read_status,
 )
 from rl.system.linux import pid_scope
-from rl.system.terminal import span
+from rl.system.terminal import say, span
 
 if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers
@@ -46,6 +44,8 @@ SILENT_S = 5 * HEARTBEAT_S
 """Age in seconds from which a heartbeat is reported as missing. (`rl` acts later:
 supervisor.silence_s.)"""
 POLL_S = 0.1
+NODES = "nodes"
+"""Folder of the statuses of machines among those of processes."""
 RECENT = 10
 """Number of newest steps over which paces and shares are computed."""
 
@@ -93,9 +93,8 @@ class Process:
     @property
     def dry_s(self) -> float:
         """Seconds since its counter last grew, or since it started."""
-        return self.seconds_since(
-            self.status.started if self.status.progressed is None else self.status.progressed
-        )
+        grown = self.status.progressed
+        return self.seconds_since(self.status.started if grown is None else grown)
 
     @property
     def silent(self) -> bool:
@@ -103,14 +102,14 @@ class Process:
         return self.silent_s > SILENT_S
 
     @property
-    def heard(self) -> bool:
-        """Whether it has a recent heartbeat."""
-        return self.status.heartbeat is not None and not self.silent
-
-    @property
-    def there(self) -> bool:
+    def may_live(self) -> bool:
         """Whether it may still be running; always true for a process on another machine."""
         return self.alive is not False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it may still be running, and has published an address."""
+        return self.may_live and bool(self.status.address)
 
 
 @dataclass(frozen=True)
@@ -138,77 +137,79 @@ class Machine:
         return "leaving" if self.status.leaving else "live"
 
     @property
-    def there(self) -> bool:
+    def is_up(self) -> bool:
         return self.state in ("live", "leaving")
 
     def runs(self, process: RoleStatus) -> bool:
-        return (
-            self.status is not None and bool(process.place) and process.place == self.status.place
-        )
+        return bool(self.status and process.place == self.status.place != "")
 
 
-@dataclass
 class RunState:
-    """A run at the time `now`."""
+    """A run at the time `now`. Missing or half-written files count as absent."""
 
-    run_dir: RunDir
-    rl_dir: RunDir
-    """The directory of its `rl`, with the status, logs and events of its processes, see
-    rl_dir_of."""
-    config: RLConfig
-    now: float
-    launcher: Process | None
-    """The run's `rl`; None if there was none or it is on another machine."""
-    processes: dict[str, Process]
-    machines: list[Machine]
-    """All machines of a run on a cluster, by index."""
-    jobs: Jobs | None
-    """What was submitted to a cluster's engine, until the run is over."""
-    numbers: "Numbers"
-    events: list[Event]
-    end: RunEnd | None
-    newest_batch: int
-    newest_version: int
-    newest_checkpoint: int
-    newest_eval: int | None
-    quarantined: list[int]
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: RLConfig,
+        heartbeats: Staleness | None = None,
+        metrics: "Numbers | None" = None,
+    ):
+        """Reads the state of a run. Raises PermissionError for unreadable files.
+
+        `heartbeats` holds earlier observations; without it, `watch` waits where clocks may differ.
+        `metrics` are the run's numbers if the caller follows them; without it, they are read.
+        """
+        from rl.run_dir.numbers import Numbers
+
+        nodes = Nodes(run_dir)
+        self.run_dir, self.config = run_dir, config
+        self.rl_dir = rl_dir_of(run_dir, config)
+        """The directory of its `rl`, with the status, logs and events of its processes."""
+        if heartbeats is None:
+            heartbeats = watch(self.rl_dir)
+        self.now = time.time()
+        self.processes = {
+            name: inspect_process(name, status, clock_of(name, status, heartbeats, self.now))
+            for name, status in read_statuses(self.rl_dir.status_dir).items()
+        }
+        self.launcher = read_launcher(self.rl_dir.lock("rl"), self.now)
+        """The run's `rl`; None if there was none or it is on another machine."""
+        self.machines = read_machines(run_dir, config, heartbeats, self.now)
+        """All machines of a run on a cluster, by index."""
+        self.jobs = nodes.jobs() if config.cluster and not nodes.over() else None
+        """What was submitted to a cluster's engine, until the run is over."""
+        self.numbers = metrics or Numbers.read(run_dir.metrics)
+        self.events = read_events(self.rl_dir.events)
+        self.end = read_json(run_dir.run_end, RunEnd)
+        self.newest_batch = run_dir.newest_batch()
+        self.newest_version = max(numbers(run_dir.weights_dir), default=0)
+        self.newest_checkpoint = max(numbers(run_dir.checkpoints), default=0)
+        evals = numbered(run_dir.evals).items()
+        self.newest_eval = max((n for n, path in evals if any(path.glob("*.jsonl"))), default=None)
+        self.quarantined = numbers(run_dir.batches, ".quarantined")
 
     @property
     def alive(self) -> bool:
-        signs = (
-            process.alive or (process.alive is None and process.heard)
+        heard = (
+            not process.silent and process.status.heartbeat is not None
+            if process.alive is None
+            else process.alive
             for process in self.processes.values()
         )
-        return any(signs) or any(machine.there for machine in self.machines) or self.is_led
+        return any(heard) or any(machine.is_up for machine in self.machines) or self.is_led
 
     @property
     def is_led(self) -> bool:
         """Whether an `rl` runs, here or on a machine of a cluster."""
-        leads = any(machine.there and "leader" in machine.roles for machine in self.machines)
+        leads = any(machine.is_up and "leader" in machine.roles for machine in self.machines)
         return leads or bool(self.launcher and self.launcher.alive)
 
     @property
     def servers(self) -> list[Process]:
-        """The run's inference servers, those that are running first, and of these the one that
-        `rl` started."""
-        found = [
-            process
-            for name, process in self.processes.items()
-            if name.partition("-")[0] == "inference"
-        ]
-        return sorted(
-            found,
-            key=lambda process: (
-                process.name != "inference",
-                not (process.there and process.status.address),
-            ),
-        )
-
-    @property
-    def inference(self) -> Process | None:
-        """The run's own inference server; without one, a further server, preferably one that is
-        running."""
-        return next(iter(self.servers), None)
+        """The run's inference servers: the one that `rl` started, then further ones, of these
+        first those that are running."""
+        servers = [p for name, p in self.processes.items() if name.split("-")[0] == "inference"]
+        return sorted(servers, key=lambda server: (server.name != "inference", not server.is_ready))
 
     @property
     def own_servers(self) -> list[str]:
@@ -223,9 +224,8 @@ class RunState:
     @property
     def roles(self) -> list[str]:
         """The processes of this run, without further inference servers."""
-        if self.config.serve:
-            return [*self.own_servers, "tinker"]
-        return ["trainer"] if self.config.sft else [*self.own_servers, "orchestrator", "trainer"]
+        others = [role for role in self.config.kind.roles if role != "inference"]
+        return [*self.own_servers, *others]
 
     def log(self, name: str) -> Path | None:
         """Returns the newest log of a process: of a rank on a machine of a cluster, that of the
@@ -236,6 +236,15 @@ class RunState:
                 if machine.status and machine.status.log and machine.runs(process.status):
                     return Path(machine.status.log)
         return newest_log(self.rl_dir.logs, name)
+
+    def logs(self, name: str) -> tuple[Path, ...]:
+        """Returns the newest log of a process, if it has one, as evidence."""
+        log = self.log(name)
+        return (log,) if log else ()
+
+    def log_name(self, name: str) -> str:
+        """Returns where to look for what a process logs."""
+        return str(self.log(name) or self.rl_dir.logs)
 
     @property
     def resume(self) -> str:
@@ -270,23 +279,20 @@ class RunState:
 
     def share(self, metric: str) -> float | None:
         """Returns the fraction of the newest steps' time that `metric`, one of its parts, took."""
-        part, whole = self.steady(metric), self.steady("time/step")
-        return sum(part) / sum(whole) if part and sum(whole) > 0 else None
+        part, whole = self.steady(metric), sum(self.steady("time/step"))
+        return sum(part) / whole if part and whole > 0 else None
 
     def moved_s(self) -> float:
         """Returns the seconds since any progress: a counter, a batch, a line of metrics, or the
         start of a process."""
-        times = [time] if (time := self.numbers.newest()) else []
+        times = [self.numbers.newest()]
         times += [event.time for event in self.events if event.event in ("ready", "restart")]
         for process in self.processes.values():
-            times += [
-                time
-                for time in (process.status.progressed, process.status.started)
-                if time is not None
-            ]
+            times += [process.status.progressed, process.status.started]
         if self.newest_batch:
             times.append(self.run_dir.batch(self.newest_batch).stat().st_mtime)
-        return max(0.0, self.now - max(times)) if times else 0.0
+        newest = max((time for time in times if time is not None), default=self.now)
+        return max(0.0, self.now - newest)
 
     def deaths(self, name: str) -> list[Event]:
         return [event for event in self.events if event.event == "death" and event.process == name]
@@ -309,158 +315,74 @@ class RunState:
 
     def down(self, name: str) -> Event | None:
         """Returns the death of a process that has not been restarted since; None otherwise."""
-        mine = [
-            event
-            for event in self.recent_events
-            if event.process == name and event.event in ("death", "restart", "ready")
-        ]
-        return mine[-1] if mine and mine[-1].event == "death" else None
+        for event in reversed(self.recent_events):
+            if event.process == name and event.event in ("death", "restart", "ready"):
+                return event if event.event == "death" else None
+        return None
 
 
-def other_clock(staleness: Staleness, name: str, heartbeat: float, now: float) -> float:
-    """Returns the time on a process's host. While its heartbeat has not changed, it counts as at
-    least as old as it looks."""
-    shown = heartbeat + staleness.look(name, heartbeat)
-    return shown if staleness.moved(name) else max(now, shown)
-
-
-def read_state(
-    run_dir: RunDir,
-    config: RLConfig,
-    heartbeats: Staleness | None = None,
-    metrics: "Numbers | None" = None,
-) -> RunState:
-    """Returns the state of a run. Missing or half-written files count as absent. Raises
-    PermissionError for unreadable files.
-
-    `heartbeats` holds earlier observations; without it, `watch` waits where clocks may differ.
-    `metrics` are the run's numbers if the caller follows them; without it, they are read.
-    """
-    from rl.run_dir.numbers import Numbers
-
-    now, nodes = time.time(), Nodes(run_dir)
-    rl_dir = rl_dir_of(run_dir, config)
-    evals = reversed(numbered(run_dir.evals).items())
-    paths = files_in(rl_dir.status_dir, ".json")
-    statuses = {
-        path.stem: status
-        for path in paths
-        if (status := read_status(path)) and status.pid is not None
-    }
-    doubtful = [
-        name for name, status in statuses.items() if status.phase and is_doubtful(status, now)
-    ]
-    machines = (
-        {machine_name(index): as_process(status) for index, status in nodes.statuses().items()}
-        if config.cluster
-        else {}
-    )
-    doubtful_machines = [name for name, status in machines.items() if is_doubtful(status, now)]
-    if heartbeats is None:
-        heartbeats = Staleness()
-        watch(rl_dir, statuses, [*doubtful, *doubtful_machines], heartbeats)
-    clocks = {
-        name: other_clock(heartbeats, name, statuses[name].heartbeat or now, now)
-        for name in doubtful
-    }
-    processes = {
-        name: inspect_process(name, status, clocks.get(name, now))
-        for name, status in statuses.items()
-    }
-    return RunState(
-        run_dir=run_dir,
-        rl_dir=rl_dir,
-        config=config,
-        now=now,
-        launcher=read_launcher(rl_dir.lock("rl"), now),
-        processes=processes,
-        machines=read_machines(run_dir, config, heartbeats, now),
-        jobs=nodes.jobs() if config.cluster and not nodes.over() else None,
-        numbers=metrics or Numbers.read(run_dir.metrics),
-        events=read_events(rl_dir.events),
-        end=read_json(run_dir.run_end, RunEnd),
-        newest_batch=run_dir.newest_batch(),
-        newest_version=max(numbers(run_dir.weights_dir), default=0),
-        newest_checkpoint=max(numbers(run_dir.checkpoints), default=0),
-        newest_eval=next((version for version, path in evals if any(path.glob("*.jsonl"))), None),
-        quarantined=numbers(run_dir.batches, ".quarantined"),
-    )
-
-
-def is_doubtful(status: RoleStatus, now: float) -> bool:
+def is_doubtful(status: RoleStatus | NodeStatus, now: float) -> bool:
     """Returns whether a process is on another host and its heartbeat looks old or in the future
     by this host's clock."""
-    elsewhere = bool(status.heartbeat and status.lives() is None)
-    return elsewhere and not -HEARTBEAT_S <= now - (status.heartbeat or now) <= SILENT_S
+    if not status.heartbeat or status.place == pid_scope():
+        return False
+    return not -HEARTBEAT_S <= now - status.heartbeat <= SILENT_S
 
 
-def watch(
-    run_dir: RunDir, statuses: dict[str, RoleStatus], doubtful: list[str], heartbeats: Staleness
-) -> None:
-    """Waits up to SILENT_S for new heartbeats of the processes whose heartbeat is doubtful: one
-    that changes is new, whatever its time.
+def clock_of(
+    name: str, status: RoleStatus | NodeStatus, heartbeats: Staleness, now: float
+) -> float:
+    """Returns the time on a process's host. While a doubtful heartbeat has not changed, it counts
+    as at least as old as it looks."""
+    if not status.heartbeat or not is_doubtful(status, now):
+        return now
+    shown = status.heartbeat + heartbeats.look(name, status.heartbeat)
+    return shown if heartbeats.moved(name) else max(now, shown)
 
-    Updates `statuses` with newer ones.
-    """
-    if not doubtful:
-        return
-    names = ", ".join(name.replace("nodes/", "machine ") for name in doubtful)
-    print(
-        f"waiting up to {SILENT_S:.0f} s for new heartbeats of {names} on other hosts",
-        file=sys.stderr,
-        flush=True,
-    )
-    began = time.monotonic()
+
+def watch(rl_dir: RunDir) -> Staleness:
+    """Waits up to SILENT_S for new heartbeats of the processes and machines whose heartbeat is
+    doubtful: one that changes is new, whatever its time. Returns what it has seen."""
+    heartbeats, now, began = Staleness(), time.time(), time.monotonic()
+    statuses = read_statuses(rl_dir.status_dir) | read_statuses(rl_dir.status_dir, f"{NODES}/")
+    doubtful = [name for name, status in statuses.items() if is_doubtful(status, now)]
+    if doubtful:
+        names = ", ".join(doubtful)
+        say(f"waiting up to {SILENT_S:.0f} s for new heartbeats of {names} on other hosts")
     while time.monotonic() - began <= SILENT_S and not all(map(heartbeats.moved, doubtful)):
         for name in doubtful:
-            if (newer := read_status(run_dir.status(name))) and newer.heartbeat:
-                statuses |= {name: newer} if name in statuses else {}
+            if (newer := read_status(rl_dir.status(name))) and newer.heartbeat:
                 heartbeats.look(name, newer.heartbeat)
         time.sleep(POLL_S)
+    return heartbeats
 
 
-def machine_name(index: int) -> str:
-    """Returns what a machine's status is called among those of the processes."""
-    return f"nodes/{index}"
-
-
-def as_process(status: NodeStatus) -> RoleStatus:
-    """Returns the status of a machine's `rl node`."""
-    return RoleStatus(
-        pid=status.pid, host=status.host, place=status.place, heartbeat=status.heartbeat
-    )
+def read_statuses(folder: Path, prefix: str = "") -> dict[str, RoleStatus]:
+    """Returns the statuses in a folder, or in its folder `prefix`, by name."""
+    paths = files_in(folder / prefix, ".json")
+    statuses = {f"{prefix}{path.stem}": read_status(path) for path in paths}
+    return {name: status for name, status in statuses.items() if status and status.pid is not None}
 
 
 def read_machines(
     run_dir: RunDir, config: RLConfig, heartbeats: Staleness, now: float
 ) -> list[Machine]:
-    """Returns the machines of a run, none for one without a cluster. `heartbeats`: see
-    read_state."""
+    """Returns the machines of a run, none for one without a cluster. `heartbeats`: see RunState."""
     if config.cluster is None:
         return []
-    nodes, division, found = Nodes(run_dir), plan(config), []
-    statuses, world = (
-        nodes.statuses(),
-        nodes.world() or World(generation=0, nodes=[], leases=[], ranks=[]),
-    )
+    nodes, division = Nodes(run_dir), plan(config)
+    statuses, world = nodes.statuses(), nodes.world()
+    machines = []
     for index in range(division.nodes):
         if (status := statuses.get(index)) is None:
-            found.append(Machine(index, division.roles(index)))
+            machines.append(Machine(index, division.roles(index)))
             continue
-        process, clock = as_process(status), now
-        if is_doubtful(process, now):
-            clock = other_clock(heartbeats, machine_name(index), status.heartbeat, now)
-        trains = index in world.nodes and status.generation == world.generation
-        ended, generation = (
-            status.place == pid_scope() and not psutil.pid_exists(status.pid),
-            world.generation if trains else None,
-        )
-        found.append(
-            Machine(
-                index, status.roles, status, max(0.0, clock - status.heartbeat), ended, generation
-            )
-        )
-    return found
+        silent_s = clock_of(f"{NODES}/{index}", status, heartbeats, now) - status.heartbeat
+        ended = status.place == pid_scope() and not psutil.pid_exists(status.pid)
+        trains = world and index in world.nodes and status.generation == world.generation
+        generation = status.generation if trains else None
+        machines.append(Machine(index, status.roles, status, max(0.0, silent_s), ended, generation))
+    return machines
 
 
 def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
@@ -470,38 +392,23 @@ def inspect_process(name: str, status: RoleStatus, now: float) -> Process:
     try:
         process = psutil.Process(status.pid)
         # Workers may stop their own children, and `rl` is the parent of all.
-        tree = [
-            process,
-            *([] if name == "rl" else process.children(recursive=name != "orchestrator")),
-        ]
+        below = [] if name == "rl" else process.children(recursive=name != "orchestrator")
+        blocked = process.status() == psutil.STATUS_DISK_SLEEP
     except psutil.NoSuchProcess:
         return Process(name, status, now, False)
-    states = []
-    for member in tree:
+    stopped = dict[int, str]()
+    for member in [process, *below]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            states.append((member.status(), member.pid, member.name()))
-    stopped = {
-        number: title
-        for state, number, title in states
-        if state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    }
-    return Process(
-        name, status, now, True, stopped, bool(states) and states[0][0] == psutil.STATUS_DISK_SLEEP
-    )
+            if member.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                stopped[member.pid] = member.name()
+    return Process(name, status, now, True, stopped, blocked)
 
 
 def read_launcher(lock: Path, now: float) -> Process | None:
-    """Returns the process recorded in the lock. Does not try the lock, which could interfere
-    with a start."""
+    """Returns the process recorded in the lock, if it can be seen from here. Does not try the
+    lock, which could interfere with a start."""
     owner = read_json(lock, LockOwner)
     if owner is None or owner.lives() is None:
         return None
-    status = RoleStatus(
-        process="rl",
-        phase=Phase.STARTING,
-        pid=owner.pid,
-        host=owner.host,
-        place=owner.place,
-        start_ticks=owner.started,
-    )
+    status = RoleStatus(pid=owner.pid, place=owner.place, start_ticks=owner.started)
     return inspect_process("rl", status, now)

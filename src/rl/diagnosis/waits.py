@@ -3,18 +3,19 @@ warning."""
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import environment_problems
 from rl.diagnosis.machines import does, machine_line
-from rl.diagnosis.problems import Problem, log_of, metrics_left_out, parity_missed, problems_of
+from rl.diagnosis.problems import Problem, doubts, problems_of
 from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.run_outcome import ended_well, num_models, run_outcome
-from rl.diagnosis.state import Machine, Process, RunState, read_state
-from rl.run_dir.logs import last_lines, newest_log
+from rl.diagnosis.state import Machine, Process, RunState
+from rl.run_dir.logs import last_lines
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase, Staleness
@@ -36,8 +37,6 @@ quarter, the environments are."""
 UNEVEN = 0.4
 """Fraction of its time that the trainer waits above which rollouts are the slower side; below
 half of it, the trainer is."""
-QUOTE = "  | "
-"""The beginning of a line from a process's log."""
 ORCHESTRATOR_WORKS = (
     Phase.FILLING_BATCH,
     Phase.WAITING_FOR_VERSION,
@@ -48,6 +47,15 @@ ORCHESTRATOR_WORKS = (
 
 
 @dataclass(frozen=True)
+class Line:
+    """A line of a diagnosis."""
+
+    text: str
+    quoted: list[str] = field(default_factory=list)
+    """The end of the log that the line is about."""
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     """What a run is waiting for, and what is wrong with it."""
 
@@ -55,27 +63,25 @@ class Diagnosis:
     bottleneck: str
     """One sentence: the process that all others wait for, why, and the remedy; or how the run
     ended."""
-    lines: list[str]
-    """Further lines to print."""
+    lasting: str
+    """The same without how long ago the run ended, which changes with time."""
+    lines: list[Line]
+    """Progress, the processes, events, hints and doubts."""
     problems: list[Problem]
     """Problems with remedies; empty if the run is progressing or ended well."""
     hints: list[Problem]
     """Possible causes of a low reward; empty if it rises, or it is too early to tell."""
     machines: list[tuple[Machine, str]]
-    """The machines of a run on a cluster, each with the line about it that follows `lines`;
-    empty if none is there, or has been lost."""
-    age: str
-    """The part of `bottleneck` that says how long ago the run ended; empty if there is none."""
+    """The machines of a run on a cluster, each with the line about it; empty if none is there, or
+    has been lost."""
 
     @property
     def all_lines(self) -> list[str]:
-        """`lines`, and those about machines."""
-        return [*self.lines, *(line for _, line in self.machines)]
-
-    @property
-    def lasting(self) -> str:
-        """`bottleneck` without `age`, which changes with time."""
-        return self.bottleneck.replace(self.age, "", 1) if self.age else self.bottleneck
+        """`lines` with what they quote, and those about machines."""
+        lines = [
+            text for line in self.lines for text in (line.text, *(f"  | {q}" for q in line.quoted))
+        ]
+        return [*lines, *(text for _, text in self.machines)]
 
 
 def diagnose(
@@ -84,41 +90,41 @@ def diagnose(
     heartbeats: Staleness | None = None,
     metrics: "Numbers | None" = None,
 ) -> Diagnosis:
-    """Diagnoses a run, alive or dead. `heartbeats`, `metrics`: see read_state."""
-    state = read_state(run_dir, config, heartbeats, metrics)
-    hints, environments = reward_problems(state), environment_problems(state)
+    """Diagnoses a run, alive or dead. `heartbeats`, `metrics`: see RunState."""
+    state = RunState(run_dir, config, heartbeats, metrics)
+    hints, environments = reward_problems(state), [*environment_problems(state)]
     broken = [problem for problem in environments if problem.serious]
-    doubtful = [
-        *(problem for problem in environments if not problem.serious),
-        *metrics_left_out(state),
-        *parity_missed(state),
-    ]
-    how: Literal["live", "ended", "stopped", "died"]
-    if not state.alive:
-        bottleneck, how, log, age = run_outcome(state)
-        own = (
-            []
-            if how == "ended"
-            else [Problem(bottleneck, serious=how == "died", files=(log,) if log else ())]
-        )
-        problems = [*own, *problems_of(state, over=how == "ended")]
+    doubtful = [*(problem for problem in environments if not problem.serious), *doubts(state)]
+    if state.alive:
+        how, problems = "live", problems_of(state, over=False)
+        bottleneck = lasting = waits_for(state, problems)
     else:
-        how, age = "live", ""
-        problems, path = problems_of(state, over=False), chain(state)
-        bottleneck = problems[0].text if problems else end_of(state, path)
-        stalled_s = 0.0 if serves_clients(state) else state.moved_s()
-        if stalled_s > config.supervisor.stall_s:
-            bottleneck = f"nothing has moved for {span(stalled_s)}: {bottleneck}"
-            first = problems[0] if problems else Problem("", files=log_of(state, path[-1]))
-            problems = [replace(first, text=bottleneck), *problems[1:]]
-        elif not problems and all_work(state) and (pace := pace_text(state)):
-            bottleneck = f"{bottleneck}; {pace}"
-    lines = [*report(state), *hint_lines(hints), *(problem.text for problem in doubtful)]
-    some = any(machine.status for machine in state.machines)
-    machines = [(machine, machine_line(machine, state)) for machine in state.machines if some]
-    return Diagnosis(
-        how, bottleneck, lines, [*problems, *broken], [*hints, *doubtful], machines, age
-    )
+        outcome = run_outcome(state)
+        how, bottleneck, lasting = outcome.how, str(outcome), outcome.lasting
+        problems = problems_of(state, over=how == "ended")
+        if how != "ended":
+            files = (outcome.log,) if outcome.log else ()
+            problems.insert(0, Problem(bottleneck, serious=how == "died", files=files))
+    lines = [*report(state), *map(Line, hint_lines(hints)), *(Line(p.text) for p in doubtful)]
+    joined = any(machine.status for machine in state.machines)
+    machines = [(m, machine_line(m, state)) for m in state.machines if joined]
+    problems += broken
+    return Diagnosis(how, bottleneck, lasting, lines, problems, [*hints, *doubtful], machines)
+
+
+def waits_for(state: RunState, problems: list[Problem]) -> str:
+    """Returns what a live run waits for: its first problem, else the end of the chain. If nothing
+    has moved for long, that becomes the first of the `problems`."""
+    path = chain(state)
+    text = problems[0].text if problems else end_of(state, path)
+    stalled_s = 0.0 if serves_clients(state) else state.moved_s()
+    if stalled_s > state.config.supervisor.stall_s:
+        text = f"nothing has moved for {span(stalled_s)}: {text}"
+        files = problems[0].files if problems else state.logs(path[-1])
+        problems[:1] = [Problem(text, files=files)]
+    elif not problems and all_work(state) and (pace := pace_text(state)):
+        return f"{text}; {pace}"
+    return text
 
 
 def hint_lines(hints: list[Problem]) -> list[str]:
@@ -134,182 +140,156 @@ def hint_lines(hints: list[Problem]) -> list[str]:
 def chain(state: RunState) -> list[str]:
     """Returns names from the trainer to the process that waits for no other. A name that occurs
     twice closes a cycle."""
-    if state.config.serve:
+    processes = state.processes
+    if state.config.kind == "serve":
         return [next((name for name in state.roles if not is_ready(state, name)), "tinker")]
-    if "data" in state.processes and "trainer" not in state.processes:
+    if "data" in processes and "trainer" not in processes:
         return ["data"]  # fine-tuning prepares its data before the trainer starts
-    path = ["trainer"]
-    trainer, orchestrator = state.processes.get("trainer"), state.processes.get("orchestrator")
-    if (
-        trainer
-        and trainer.there
-        and not trainer.status.waiting_for
-        and orchestrator
-        and orchestrator.status.waiting_for != "trainer"
-    ):
+    trainer, orchestrator = processes.get("trainer"), processes.get("orchestrator")
+    works = trainer and trainer.may_live and not trainer.status.waiting_for
+    if works and orchestrator and orchestrator.status.waiting_for != "trainer":
         # Both work: start from the one that holds up the other more.
-        uneven = (state.share("time/wait_for_batch") or 0.0) > UNEVEN and bool(state.own_servers)
+        uneven = (state.share("time/wait_for_batch") or 0.0) > UNEVEN and state.own_servers
         return ["orchestrator", "inference"] if uneven else ["trainer"]
-    while (
-        (process := state.processes.get(path[-1]))
-        and process.there
-        and (other := process.status.waiting_for)
-    ):
-        path.append(other)
-        if path.count(other) > 1:
+    path = ["trainer"]
+    while path.count(path[-1]) == 1:
+        process = processes.get(path[-1])
+        if not process or not process.may_live or not process.status.waiting_for:
             break
+        path.append(process.status.waiting_for)
     return path
 
 
 def end_of(state: RunState, path: list[str]) -> str:
     """Returns why the last process of a chain is held up, and where to look."""
-    last = path[-1]
+    last, servers = path[-1], state.servers
     if path.count(last) > 1:
-        return circle(state, path)
-    process = state.inference if last == "inference" else state.processes.get(last)
+        return circle([state.processes[name] for name in path[path.index(last) : -1]])
     if last == "ranks":
-        ranks = [
-            process
-            for name, process in state.processes.items()
-            if re.fullmatch(r"trainer-\d+", name)
-        ]
-        doing = (
-            ", ".join(f"{rank.name} {rank.doing_for}" for rank in ranks)
-            or "none of them has a status yet"
+        ranks = [p for name, p in state.processes.items() if re.fullmatch(r"trainer-\d+", name)]
+        doing = ", ".join(f"{rank.name} {rank.doing_for}" for rank in ranks)
+        return (
+            f"the trainer waits for its other ranks: {doing or 'none of them has a status yet'}; "
+            f"see {state.log_name('trainer')}"
         )
-        return f"the trainer waits for its other ranks: {doing}; see {log_name(state, 'trainer')}"
     if last == "teacher":
         return (
             "the teacher does not answer: the orchestrator is "
             f"{state.processes['orchestrator'].doing_for}; check the teacher's server"
         )
     if last == "environments":
-        limit = (
+        return (
+            "environments have been loading for "
+            f"{span(state.processes['orchestrator'].phase_s)}; the limit is "
             f"orchestrator.worker_timeout_s = {state.config.orchestrator.worker_timeout_s:g}; "
             f"see {state.rl_dir.logs}/worker-*.log"
         )
-        return (
-            "environments have been loading for "
-            f"{span(state.processes['orchestrator'].phase_s)}; the limit is {limit}"
-        )
-    if process is None or not process.there:
+    process = next(iter(servers), None) if last == "inference" else state.processes.get(last)
+    if process is None or not process.may_live:
         return absent(state, last)
     if last == "inference":
         return inference_end(state, process)
     if serves_clients(state):
-        return f"clients are served at {process.status.address}: {requests_text(state)}"
+        requests, dry_s = (
+            open_requests(state) or 0,
+            min([server.dry_s for server in servers] or [0]),
+        )
+        dry = f", and has sampled nothing for {span(dry_s)}" if requests and dry_s >= DRY_S else ""
+        return (
+            f"clients are served at {process.status.address}: inference has {requests or 'no'} "
+            f"open request{'' if requests == 1 else 's'}{dry}"
+        )
     if process.status.phase is Phase.TRAINING:
         usual = f"; a step takes {pace:.1f} s" if (pace := state.pace_s()) else ""
-        trained = process.status.step is not None and process.status.step <= state.step
-        again = " again, after resuming from its checkpoint," if trained else ""
+        is_again = process.status.step is not None and process.status.step <= state.step
+        again = " again, after resuming from its checkpoint," if is_again else ""
         return f"the trainer is working: {process.doing}{again} for {span(process.phase_s)}{usual}"
-    return f"the {last} is {process.doing_for}; see {log_name(state, last)}"
+    return f"the {last} is {process.doing_for}; see {state.log_name(last)}"
 
 
 def inference_end(state: RunState, process: Process) -> str:
     """Returns why rollouts are not faster: the server is starting, loading, sampling, hung, or
     idle."""
-    orchestrator = state.processes.get("orchestrator")
-    log = log_name(state, process.name)
+    log, orchestrator = state.log_name(process.name), state.processes.get("orchestrator")
+    phase = orchestrator.status.phase if orchestrator else None
     if not process.status.address:
         limit = f"inference.startup_timeout_s = {state.config.inference.startup_timeout_s:g}"
         return f"inference is not ready yet: {process.doing_for} ({limit}); see {log}"
-    if orchestrator and orchestrator.status.phase is Phase.LOADING_VERSION:
-        places = f"{log}, and whether {state.run_dir.weights_dir} is slow"
-        return f"inference is loading new weights: {orchestrator.doing_for}; see {places}"
-    if orchestrator and orchestrator.status.phase is Phase.WAITING_FOR_INFERENCE:
-        unreached = f"the orchestrator cannot reach it at {process.status.address}"
+    if orchestrator and phase is Phase.LOADING_VERSION:
         return (
-            f"inference is {process.doing}, and {unreached}: is there a proxy or firewall "
-            "between them?"
+            f"inference is loading new weights: {orchestrator.doing_for}; see {log}, and whether "
+            f"{state.run_dir.weights_dir} is slow"
         )
-    there = [server for server in state.servers if server.there and server.status.address]
-    dry_s = min(
-        [*(server.dry_s for server in there), orchestrator.phase_s if orchestrator else math.inf]
-    )
+    if phase is Phase.WAITING_FOR_INFERENCE:
+        return (
+            f"inference is {process.doing}, and the orchestrator cannot reach it at "
+            f"{process.status.address}: is there a proxy or firewall between them?"
+        )
+    times = [server.dry_s for server in state.servers if server.is_ready]
+    dry_s = min([*times, orchestrator.phase_s if orchestrator else math.inf])
     if dry_s < DRY_S:
         rates = state.recent("orchestrator", "perf/generated_tokens_per_s")
         speed = f" ({rates[-1]:.0f} tokens per second in the last batch)" if rates else ""
         return f"inference is sampling{speed}: {filling(state)}{waiting_for_tokens(state)}"
     requests = open_requests(state)
     if requests:
-        seen = f"no token for {span(dry_s)} although {requests} requests are open"
         return (
-            f"inference hangs or is far too slow: {seen}; see {log}, and check for other load on "
-            "its cores"
+            f"inference hangs or is far too slow: no token for {span(dry_s)} although {requests} "
+            f"requests are open; see {log}, and check for other load on its cores"
         )
     workers = (
         f"see {state.rl_dir.logs}/worker-*.log, orchestrator.environment.max_scoring and .workers"
     )
     if requests == 0:
-        seen = (
-            f"inference has sampled nothing for {span(dry_s)} and has no requests, {filling(state)}"
+        return (
+            "the environments hold up their rollouts (tools, scoring): inference has sampled "
+            f"nothing for {span(dry_s)} and has no requests, {filling(state)}; {workers}"
         )
-        return f"the environments hold up their rollouts (tools, scoring): {seen}; {workers}"
     return (
         f"no token for {span(dry_s)} although inference is up: environments hold up their "
-        "rollouts (tools, scoring), or the engine hangs; "
-        f"{workers}, and {log}"
+        f"rollouts (tools, scoring), or the engine hangs; {workers}, and {log}"
     )
 
 
 def is_ready(state: RunState, name: str) -> bool:
     process = state.processes.get(name)
-    return bool(process and process.there and process.status.address)
+    return bool(process and process.is_ready)
 
 
 def serves_clients(state: RunState) -> bool:
     """Returns whether this is an `rl serve`, or a model of its clients, that only waits for
     calls. None may come for days."""
-    return bool(state.config.serve) and all(is_ready(state, name) for name in state.roles)
-
-
-def requests_text(state: RunState) -> str:
-    """Returns how many requests of clients inference has, and since when it has sampled nothing
-    for them."""
-    requests, dry_s = (
-        open_requests(state) or 0,
-        min((server.dry_s for server in state.servers), default=0.0),
-    )
-    dry = f", and has sampled nothing for {span(dry_s)}" if requests and dry_s >= DRY_S else ""
-    return f"inference has {requests or 'no'} open request{'' if requests == 1 else 's'}{dry}"
+    return state.config.kind == "serve" and all(is_ready(state, name) for name in state.roles)
 
 
 def absent(state: RunState, name: str) -> str:
     """Returns why a process that others wait for is absent."""
-    if name == "inference" and state.config.orchestrator.inference_urls:
-        return (
-            "inference runs elsewhere: check the servers at "
-            f"{', '.join(state.config.orchestrator.inference_urls)}"
-        )
-    if search := model_log(state):
+    urls, log = state.config.orchestrator.inference_urls, state.log_name(name)
+    if name == "inference" and urls:
+        return f"inference runs elsewhere: check the servers at {', '.join(urls)}"
+    if not state.processes and (search := newest_of(state, ["model", *state.roles])):
         last = next(iter(last_lines(search, 1)), "nothing logged yet")
         return (
             f"model {state.config.model.name} is being found or downloaded: {last} (log: {search})"
         )
-    log, orchestrator = log_name(state, name), state.processes.get("orchestrator")
-    if (
-        name == "trainer"
-        and (launcher := state.processes.get("trainer-launcher"))
-        and launcher.there
-        and launcher.status.detail
-    ):
+    launcher, orchestrator = map(state.processes.get, ("trainer-launcher", "orchestrator"))
+    if name == "trainer" and launcher and launcher.may_live and launcher.status.detail:
         return (
             f"the trainer waits for {launcher.status.detail}: do they run `rl node`, and are "
             f"they in their engine's queue? See {log}"
         )
-    if (
-        name == "trainer"
-        and state.step >= state.config.max_steps
-        and orchestrator
-        and orchestrator.there
-    ):
+    is_done = name == "trainer" and state.step >= state.config.max_steps
+    if is_done and orchestrator and orchestrator.may_live:
         return (
             "the trainer has finished its last step and exited; the orchestrator is "
             f"{orchestrator.doing_for}"
         )
-    if away := machines_away(state, name):
-        return away
+    kind = "inference" if name == "inference" else "trainer"
+    needed = [machine for machine in state.machines if kind in machine.roles]
+    if needed and not any(machine.is_up for machine in needed):
+        many = ", ".join(f"{m.index} ({'lost' if m.status else 'has not joined'})" for m in needed)
+        remedy = f"are its jobs queued? {state.jobs}" if state.jobs else "start `rl node` there"
+        return f"no machine that {does(Machine(0, [kind]))} is there: {many}; {remedy}"
     if death := state.down(name):
         return (
             f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about "
@@ -325,7 +305,7 @@ def absent(state: RunState, name: str) -> str:
             f"the {name} has no status yet: it is starting, and its imports take some seconds; "
             f"see {log}"
         )
-    if any(machine.there for machine in state.machines):
+    if any(machine.is_up for machine in state.machines):
         return (
             f"the {name} is not running, because no machine leads the run yet: see "
             f"{state.rl_dir.logs}/rl-*.log"
@@ -336,48 +316,25 @@ def absent(state: RunState, name: str) -> str:
     )
 
 
-def machines_away(state: RunState, name: str) -> str:
-    """Returns that none of the machines on which a process could run is there; empty if one is,
-    or without a cluster."""
-    kind = "inference" if name == "inference" else "trainer"
-    needed = [machine for machine in state.machines if kind in machine.roles]
-    if not needed or any(machine.there for machine in needed):
-        return ""
-    many = ", ".join(
-        f"{machine.index} ({'lost' if machine.status else 'has not joined'})" for machine in needed
-    )
-    remedy = f"are its jobs queued? {state.jobs}" if state.jobs else "start `rl node` there"
-    return f"no machine that {does(Machine(0, [kind]))} is there: {many}; {remedy}"
+def newest_of(state: RunState, names: list[str]) -> Path | None:
+    """Returns the log of the first of these processes if it is the newest of all their logs."""
+    logs = [(log.stat().st_mtime, name, log) for name in names for log in state.logs(name)]
+    return max(logs)[2] if logs and max(logs)[1] == names[0] else None
 
 
-def model_log(state: RunState) -> Path | None:
-    """Returns the log of the search for the model, if nothing has been started after it."""
-    found = newest_log(state.rl_dir.logs, "model")
-    if found is None or state.processes:
-        return None
-    others = [log for name in state.roles if (log := newest_log(state.rl_dir.logs, name))]
-    return found if all(log.stat().st_mtime < found.stat().st_mtime for log in others) else None
-
-
-def circle(state: RunState, path: list[str]) -> str:
+def circle(waiting: list[Process]) -> str:
     """Describes processes that wait for each other. For a moment, this only means that one hands
     work over to the other."""
-    waiting = [state.processes[name] for name in path[path.index(path[-1]) : -1]]
     texts = ", ".join(f"the {process.name} is {process.doing_for}" for process in waiting)
     if min(process.phase_s for process in waiting) < DEADLOCK_S:
         return f"work is being handed over: {texts}"
-    last = waiting[-1]
     return (
-        f"deadlock: {texts}; after `kill {last.status.pid}`, `rl` restarts the {last.name}, "
-        "which loses nothing"
+        f"deadlock: {texts}; after `kill {waiting[-1].status.pid}`, `rl` restarts the "
+        f"{waiting[-1].name}, which loses nothing"
     )
 
 
 # Parts of sentences -------------------------------------------------------------------------------
-
-
-def log_name(state: RunState, name: str) -> str:
-    return str(state.log(name) or state.rl_dir.logs)
 
 
 def filling(state: RunState) -> str:
@@ -386,37 +343,25 @@ def filling(state: RunState) -> str:
     if not process:
         return "the orchestrator has no status yet"
     status = process.status
-    if (
-        status.phase is not Phase.FILLING_BATCH
-        or status.batch_done is None
-        or status.batch_size is None
-    ):
+    if status.phase is not Phase.FILLING_BATCH or None in (status.batch_done, status.batch_size):
         return process.doing
     return f"batch {status.batch} has {status.batch_done} of {status.batch_size} rollouts"
 
 
 def open_requests(state: RunState) -> int | None:
     """Returns the number of requests at all servers; None if none of them tells."""
-    counts = [
-        server.status.requests
-        for server in state.servers
-        if server.there and server.status.requests is not None
-    ]
-    return sum(counts) if counts else None
+    counts = [server.status.requests for server in state.servers if server.may_live]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def waiting_for_tokens(state: RunState) -> str:
     """Returns how many rollouts wait for tokens, and whether sampling or the environments' own
     work holds them up."""
-    orchestrator = state.processes.get("orchestrator")
-    if (
-        not orchestrator
-        or orchestrator.status.phase is not Phase.FILLING_BATCH
-        or orchestrator.phase_s < SETTLED_S
-    ):
+    orchestrator, requests = state.processes.get("orchestrator"), open_requests(state)
+    if not orchestrator or requests is None or not (playing := orchestrator.status.playing):
         return ""
-    requests, playing = open_requests(state), orchestrator.status.playing
-    if requests is None or not playing:
+    if orchestrator.status.phase is not Phase.FILLING_BATCH or orchestrator.phase_s < SETTLED_S:
         return ""
     text = f", {min(requests, playing)} of {playing} rollouts in flight wait for tokens"
     if requests > TOKENS_HOLD * playing:
@@ -436,13 +381,9 @@ def all_work(state: RunState) -> bool:
     """Returns whether nothing is starting or loading, so that the newest steps' shares of time
     are still valid."""
     phases = {name: process.status.phase for name, process in state.processes.items()}
-    inference = state.inference
-    served = not state.own_servers or bool(inference and inference.status.address)
-    return (
-        served
-        and phases.get("trainer") in TRAINER_STEPS
-        and phases.get("orchestrator") in ORCHESTRATOR_WORKS
-    )
+    is_served = not state.own_servers or any(server.status.address for server in state.servers[:1])
+    works = phases.get("orchestrator") in ORCHESTRATOR_WORKS
+    return is_served and works and phases.get("trainer") in TRAINER_STEPS
 
 
 def pace_text(state: RunState) -> str:
@@ -451,7 +392,7 @@ def pace_text(state: RunState) -> str:
         state.share("time/wait_for_batch"),
         state.recent("orchestrator", "perf/inference_idle_fraction"),
     )
-    if waits is None or state.config.sft:
+    if waits is None or state.config.kind == "sft":
         return ""
     rest = f", and no rollout was in flight for {sum(idle) / len(idle):.0%}" if idle else ""
     shares = f"in the newest steps the trainer waited {waits:.0%} of the time{rest}"
@@ -460,56 +401,47 @@ def pace_text(state: RunState) -> str:
     return f"{shares}: the trainer is the slower side" if waits < UNEVEN / 2 else shares
 
 
-def report(state: RunState) -> list[str]:
-    """Returns lines about progress, each process, and events."""
-    lines = [progress_text(state)]
+def report(state: RunState) -> Iterator[Line]:
+    """Yields lines about progress, each process, and events."""
+    yield Line(progress_text(state))
     if origin := read_origin(state.run_dir):
-        lines.append(f"{origin}" + "".join(f"; {change}" for change in origin.changes))
+        yield Line("; ".join(map(str, [origin, *origin.changes])))
+    over = not state.alive and not ended_well(state)
     for name in dict.fromkeys([*state.roles, *state.processes]):
-        process = state.processes.get(name)
         if name == "trainer-launcher" and "trainer" in state.processes:
             continue  # it only waits for the ranks, of which there are lines
-        if process or state.alive:
-            lines.append(f"{name}: {process_text(process) if process else 'no status'}")
-        if (process and (process.silent or not process.there)) or (
-            not process and not state.alive and not ended_well(state)
-        ):
-            lines += [f"{QUOTE}{line}" for line in last_lines(state.log(name), LOG_LINES)]
+        process = state.processes.get(name)
+        is_odd = process.silent or not process.may_live if process else over
+        quoted = last_lines(state.log(name), LOG_LINES) if is_odd else []
+        if process or state.alive or quoted:
+            yield Line(f"{name}: {process_text(process) if process else 'no status'}", quoted)
         if deaths := state.deaths(name):
             often = "once," if len(deaths) == 1 else f"{len(deaths)} times, the last time"
-            lines.append(
-                f"{name}: died {often} {span(state.now - deaths[-1].time)} ago: {deaths[-1].reason}"
-            )
+            ago = f"{span(state.now - deaths[-1].time)} ago"
+            yield Line(f"{name}: died {often} {ago}: {deaths[-1].reason}")
     path = chain(state) if state.alive else []
     if len(path) > 1:
-        texts = [
-            f"{name} {state.processes[name].doing}" if name in state.processes else name
-            for name in path
-        ]
-        lines.append("who waits: " + " -> ".join(texts))
+        doing = {name: f" {process.doing}" for name, process in state.processes.items()}
+        yield Line("who waits: " + " -> ".join(f"{name}{doing.get(name, '')}" for name in path))
     for event in state.events:
-        if event.event == "repair":
-            lines += [
-                f"repaired {span(state.now - event.time)} ago: {line}" for line in event.lines
-            ]
+        for line in event.lines if event.event == "repair" else ():
+            yield Line(f"repaired {span(state.now - event.time)} ago: {line}")
     if state.quarantined:
-        names = ", ".join(map(str, state.quarantined))
-        lines.append(
-            f"quarantined batches, whose steps were skipped: {names} (batches/*.quarantined "
-            "says why)"
+        yield Line(
+            "quarantined batches, whose steps were skipped: "
+            f"{', '.join(map(str, state.quarantined))} (batches/*.quarantined says why)"
         )
-    return lines
 
 
 def progress_text(state: RunState) -> str:
     final, sft, models = state.config.max_steps, state.config.sft, num_models(state)
     if models is not None:
         return f"models: {models}"
-    if state.config.serve:
+    if state.config.kind == "serve":
         return f"step {state.step}, version {state.newest_version}"
     parts = [f"step {state.step}" if sft and sft.epochs else f"step {state.step} of {final}"]
     if not sft:
-        parts += [f"batch {state.newest_batch}", f"version {state.newest_version}"]
+        parts.append(f"batch {state.newest_batch}, version {state.newest_version}")
     parts.append(f"checkpoint {state.newest_checkpoint or 'none'}")
     if state.newest_eval is not None:
         parts.append(f"eval of version {state.newest_eval}")
@@ -521,15 +453,10 @@ def progress_text(state: RunState) -> str:
 
 
 def process_text(process: Process) -> str:
-    if not process.there:
+    if not process.may_live:
         return f"dead; it was {process.doing} {span(process.silent_s)} ago"
-    beat = (
-        f"no heartbeat for {span(process.silent_s)}"
-        if process.silent
-        else f"heartbeat {process.silent_s:.0f} s ago"
-    )
-    counted = "" if process.status.progress is None else f", counted {process.status.progress}"
-    where = f"pid {process.status.pid}" + (
-        f" on {process.status.host}" if process.alive is None else ""
-    )
-    return f"{process.doing_for} ({beat}{counted}, {where})"
+    age, status = span(process.silent_s), process.status
+    beat = f"no heartbeat for {age}" if process.silent else f"heartbeat {age} ago"
+    counted = "" if status.progress is None else f", counted {status.progress}"
+    host = f" on {status.host}" if process.alive is None else ""
+    return f"{process.doing_for} ({beat}{counted}, pid {status.pid}{host})"

@@ -19,16 +19,7 @@ from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PolicySpec, derived_seed
 
-SAMPLING_KEYS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "stop",
-    "seed",
-    "routes_from",
-)
+SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
 OVERRIDABLE = ("max_tokens", "stop", "seed")
 """Sampling parameters that an environment may set per call; not the temperature, as the trainer
 scores tokens at the configured one."""
@@ -116,17 +107,10 @@ class Policy:
             )
         sampling["max_tokens"] = min(sampling.get("max_tokens", room), room)
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
+        if self.spec.routes:
+            sampling["routes"] = True
         try:
-            answer = await self.servers.generate(session, prompt_ids, sampling)
-            return Turn(
-                prompt_ids=prompt_ids,
-                completion_ids=answer.token_ids,
-                logprobs=answer.logprobs,
-                policy_versions=answer.policy_versions,
-                finish_reason=answer.finish_reason,
-                routes=answer.routes,
-                routes_from=sampling.get("routes_from", 0),
-            )
+            return await self.servers.generate(session, prompt_ids, sampling)
         except (InferenceLostError, ValueError) as error:
             raise RolloutError("inference", str(error)) from error
 
@@ -214,8 +198,7 @@ class Conversation:
         )
         seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
         self.asked += 1
-        routes = {"routes_from": self.turns.routed(ids)} if self.policy.spec.routes else {}
-        return await self.policy.sample(self.session, ids, self.sampling | seed | routes, overrides)
+        return await self.policy.sample(self.session, ids, self.sampling | seed, overrides)
 
     def before_stop(self, answer: Answer, overrides: dict[str, Any]) -> Answer:
         """An answer without the stop string that ended it, which OpenAI's servers leave out,

@@ -18,8 +18,8 @@ from rl.inference.loading import LoadingEngine
 from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors
 from rl.run_dir import spans
-from rl.wire.inference_client import Generation
 from rl.wire.messages import VersionSpan
+from rl.wire.turns import Turn, pack_ids, pack_logprobs
 
 QUEUES: ContextVar[list[Any]] = ContextVar("QUEUES")
 """The queues of the requests that a task has made; their `version_starts` tell which version
@@ -162,13 +162,11 @@ class VersionedEngine(LoadingEngine):
         token_ids: list[int],
         params: SamplingParams,
         session: int | None = None,
-        routes_from: int | None = None,
-    ) -> Generation:
-        """Answers one prompt. Log-probabilities are in nats, of the distribution that was sampled
-        from. Cancelling aborts the request.
-
-        `routes_from`: the first token whose route is wanted; None: none is. Raises ValueError if
-        vLLM gives no routes, and CutOffError.
+        routes: bool = False,
+    ) -> Turn:
+        """Answers one prompt, which the returned turn leaves out. Log-probabilities are of the
+        distribution that was sampled from. Cancelling aborts the request. Raises CutOffError, and
+        ValueError if vLLM gives no `routes` although they are wanted.
         """
         request_id, prompt = uuid.uuid4().hex, tokens_input(prompt_token_ids=token_ids)
         with self.sampling(), self.ranks.use(session) as rank:
@@ -179,43 +177,39 @@ class VersionedEngine(LoadingEngine):
                 await self.abort(request_id)
                 raise
         answer = finished(output.outputs[0])
-        sampled = list(answer.token_ids)
-        logprobs = list(answer.logprobs.logprobs) if sampled else []
-        assert output.finished and len(logprobs) == len(sampled), (
+        logprobs = answer.logprobs.logprobs if answer.token_ids else ()
+        assert output.finished and len(logprobs) == len(answer.token_ids), (
             "one final output with one logprob for each token"
         )
-        versions, routes = version_spans(queue.version_starts, len(sampled)), None
-        if routes_from is not None:
-            found, count = answer.routed_experts, len(token_ids) + len(sampled) - 1 - routes_from
-            if found is None or len(found) != count:
-                got = "none" if found is None else f"those of {len(found)}"
-                raise ValueError(
-                    f"vLLM gave {got} of {count} tokens' routes; set trainer.router_replay "
-                    "to trainer or off"
-                )
-            routes = found.tobytes()  # [tokens, layers, experts of a token] uint8 or uint16
-        return Generation(
-            sampled,
-            logprobs,
-            versions,
-            answer.finish_reason,
-            routes,
-            of_prompt(output.prompt_logprobs, token_ids),
+        return Turn(
+            packed_ids=pack_ids(answer.token_ids),
+            packed_logprobs=pack_logprobs(logprobs),
+            policy_versions=version_spans(queue.version_starts, len(logprobs)),
+            finish_reason=answer.finish_reason,
+            routes=routes_of(answer, len(token_ids) + len(logprobs) - 1) if routes else b"",
+            packed_prompt_logprobs=of_prompt(output.prompt_logprobs, token_ids),
         )
 
 
-def of_prompt(found: Any, token_ids: list[int]) -> list[float | None] | None:
-    """Returns the log-probability of each token of a prompt, None for the first; None if vLLM
+def routes_of(answer: Any, count: int) -> bytes:
+    """Returns the routes of `count` tokens, [tokens, layers, experts of a token] uint8 or uint16.
+    Raises ValueError if they are not there."""
+    routes = answer.routed_experts
+    if routes is None or len(routes) != count:
+        raise ValueError(
+            f"vLLM gave {'none' if routes is None else f'those of {len(routes)}'} of {count} "
+            "tokens' routes; set trainer.router_replay to trainer or off"
+        )
+    return routes.tobytes()
+
+
+def of_prompt(entries: Any, token_ids: list[int]) -> bytes:
+    """Returns the log-probability of each token of a prompt, nan for the first; nothing if vLLM
     was not asked for them."""
-    if found is None:
-        return None
-    return [
-        None,
-        *(
-            entry[token].logprob
-            for entry, token in zip(list(found)[1:], token_ids[1:], strict=True)
-        ),
-    ]
+    if entries is None:
+        return b""
+    pairs = zip(list(entries)[1:], token_ids[1:], strict=True)
+    return pack_logprobs([None, *(entry[token].logprob for entry, token in pairs)])
 
 
 def version_spans(starts: list[tuple[int, int]], num_tokens: int) -> list[VersionSpan]:

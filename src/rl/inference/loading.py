@@ -20,10 +20,8 @@ from rl.inference.adapter import check_adapter, is_adapter, read_adapter
 from rl.inference.over_network import check_content
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir import spans
-from rl.run_dir.checksums import DIGESTS, check_version, content_of, is_delta
-from rl.run_dir.deltas import Mirror
-from rl.run_dir.in_memory import InMemory, opened
-from rl.run_dir.over_network import Memory, OverNetwork
+from rl.run_dir.checksums import DIGESTS, Mirror, check_version, content_of, is_delta
+from rl.run_dir.in_memory import InMemory, Memory, OverNetwork, opened
 from rl.system.errors import RESTART, RunError
 from rl.wire.inference_client import LoadedVersion
 

@@ -21,8 +21,7 @@ from rl.inference.weight_files import read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
 from rl.run_dir.access_token import run_token
-from rl.run_dir.checksums import check_version, content_of, is_delta
-from rl.run_dir.deltas import Mirror, chain
+from rl.run_dir.checksums import Mirror, chain, check_version, content_of, is_delta
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import SERVER_NAME, Phase, Status, further_server

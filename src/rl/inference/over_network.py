@@ -21,7 +21,7 @@ from rl.inference.file_tensor import Weights, memory
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
 from rl.run_dir.checksums import content_of
 from rl.run_dir.digests import Digest, covers, digest
-from rl.run_dir.over_network import OverNetwork
+from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.safetensors import entry_of
 from rl.system import nixl
 from rl.system.errors import RunError

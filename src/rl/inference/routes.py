@@ -13,11 +13,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from rl.inference.chat import Answers
 from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
+from rl.run_dir.files import UNREADABLE
 from rl.system.errors import RunError
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
-from rl.wire.messages import UNREADABLE
 
 
 class AnswersRequest(Struct, forbid_unknown_fields=True):
@@ -35,11 +35,12 @@ def to_sampling_params(sampling: Sampling) -> SamplingParams:
     """vLLM's parameters: one final output, only the logprobs of sampled (and given) tokens, and
     text only if stop strings need it."""
     fields = msgspec.structs.asdict(sampling)
-    routes_from, of_prompt = fields.pop("routes_from"), fields.pop("prompt_logprobs")
+    of_prompt = fields.pop("prompt_logprobs")
+    routes = {"routed_experts_prompt_start": 0} if fields.pop("routes") else {}
     return SamplingParams(
         **fields,
         prompt_logprobs=0 if of_prompt else None,
-        **({} if routes_from is None else {"routed_experts_prompt_start": routes_from}),
+        **routes,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
@@ -72,7 +73,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
-        """Tokens in, tokens out, each with its logprob and its policy version."""
+        """Tokens in, a Turn in msgpack out."""
         try:
             body = msgspec.json.decode(await request.body(), type=GenerateRequest)
             num_tokens = len(body.token_ids)
@@ -91,7 +92,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
             params = to_sampling_params(body.sampling)
             sampled = await unless_disconnected(
                 request,
-                engine.sample(body.token_ids, params, body.session, body.sampling.routes_from),
+                engine.sample(body.token_ids, params, body.session, body.sampling.routes),
             )
         except (*UNREADABLE, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
@@ -101,7 +102,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
             return refusal(
                 503, "stopping", "the server is stopping; repeat the request elsewhere or later"
             )
-        return reply(200, sampled)
+        return Response(msgspec.msgpack.encode(sampled), media_type="application/msgpack")
 
     @router.post("/load_weights")
     async def load_weights(request: Request) -> Response:

@@ -20,7 +20,7 @@ from rl.inference.engine_args import parse_engine_args
 from rl.inference.weight_files import read_tensors
 from rl.models.folder import read_json
 from rl.run_dir.access_token import is_loopback
-from rl.run_dir.deltas import Mirror
+from rl.run_dir.checksums import Mirror
 from rl.run_dir.status import Phase, Status, reachable
 from rl.system.credentials import resolve
 from rl.system.errors import ConfigError

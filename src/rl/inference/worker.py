@@ -19,7 +19,7 @@ import torch
 from rl.inference.adapter import is_adapter, merge, read_adapter
 from rl.inference.file_tensor import Weights
 from rl.inference.over_network import NetworkWeights
-from rl.run_dir.over_network import OverNetwork
+from rl.run_dir.in_memory import OverNetwork
 from rl.system.errors import RunError
 from rl.system.linux import end_with_parent, pid_scope
 from rl.system.machine import memory_bytes

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TextIO
 
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import length_texts, step_texts
-from rl.diagnosis.rollouts import heading, num_prompt_messages, read_rollouts, short_messages_text
+from rl.diagnosis.rollouts import heading, messages_text, num_prompt_messages, read_rollouts
 from rl.launch.phases import alike, phase_text, processes_of, read_statuses
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metric_names import PASS
@@ -224,7 +224,7 @@ def eval_text(step: int, line: Line) -> str:
 
 def rollout_text(rollout: Line) -> str:
     """Formats one rollout, shortened."""
-    messages = short_messages_text(rollout["messages"], num_prompt_messages(rollout))
+    messages = messages_text(rollout["messages"], num_prompt_messages(rollout), is_short=True)
     text = f"{heading(rollout)}\n{messages}"
     return f"  --- a rollout of {text}\n---".replace("\n", "\n  ")
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl.diagnosis.environments import played_in
+from rl.diagnosis.environments import played
 from rl.run_dir.files import LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
-from rl.run_dir.metrics import all_lines, environment_rewards, parse_line
+from rl.run_dir.metrics import environment_rewards, parse_line
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
@@ -102,7 +102,7 @@ def environment_curves(numbers: Numbers) -> dict[str, Points]:
 def environment_lines(numbers: Numbers) -> list[str]:
     """Returns lines with the reward of each environment, if there are several, and with faults
     in its rollouts."""
-    faults = {env: one.fault for env, one in played_in(numbers).items()}
+    faults = {env: one.fault for env, one in played(numbers).items()}
     envs = sorted({*environments_of(numbers), *faults})
     shown = {
         env: trend(numbers.points("orchestrator", f"reward/{env}/mean")[1]) or "-"
@@ -168,7 +168,7 @@ def inference_idle(numbers: Numbers) -> float | None:
 def seconds_of(run_dir: RunDir, part: str) -> float:
     """Returns the seconds that the trainer spent on a part of its steps; steps trained again
     after a resume count each time."""
-    lines = filter(None, map(parse_line, all_lines(LineReader(run_dir.metrics))))
+    lines = filter(None, map(parse_line, LineReader(run_dir.metrics).all()))
     return sum(line.get(part) or 0.0 for line in lines if line["source"] == "trainer")
 
 

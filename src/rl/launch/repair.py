@@ -10,8 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from rl.run_dir.checksums import check_version, verify_checkpoint
-from rl.run_dir.deltas import Mirror
+from rl.run_dir.checksums import Mirror, check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, move, write_file
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers

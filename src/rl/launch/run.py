@@ -23,7 +23,7 @@ from rl.config.trainer import CheckpointConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
 from rl.diagnosis.run_outcome import early_end, nothing_trained
-from rl.diagnosis.state import read_state
+from rl.diagnosis.state import RunState
 from rl.homes.resolve import Homes, homes_of, record
 from rl.homes.resolve import entries as environments
 from rl.launch import beside, devices, roles
@@ -445,5 +445,5 @@ def launch(
     if code == 0 and "quick" in line.switches:
         if config.trainer.checkpoint == CheckpointConfig():  # else somebody wants them
             shutil.rmtree(prepared.run_dir.checkpoints, ignore_errors=True)
-        print(f"verdict   {reward_summary(read_state(prepared.run_dir, config))}", flush=True)
+        print(f"verdict   {reward_summary(RunState(prepared.run_dir, config))}", flush=True)
     return code

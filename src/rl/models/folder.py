@@ -20,10 +20,9 @@ from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.models.renderer import build
 from rl.models.template import IM_END
 from rl.models.tokenizer import load_tokenizer
-from rl.run_dir.checksums import check_version, is_delta
+from rl.run_dir.checksums import DIGESTS, REMOTE, check_version, is_delta, is_remote
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.safetensors import model_files, read_header
-from rl.run_dir.version_files import DIGESTS, REMOTE, is_remote
 from rl.system.errors import RunError
 
 HUB_TIMEOUT_S = 10.0

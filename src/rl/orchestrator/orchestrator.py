@@ -38,7 +38,7 @@ from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
 from rl.wire.http import RefusedError
 from rl.wire.messages import WeightVersion
-from rl.wire.rollouts import Group, Members, Rollout
+from rl.wire.rollouts import Group, Rollout
 from rl.wire.transport import TrainerServer
 
 log = logging.getLogger(__name__)
@@ -86,9 +86,9 @@ class Orchestrator:
         self.requests = TrainerRequests(
             config.run_dir, self.progress, self.policy, self.status, config.model.max_model_len
         )
-        self.played: list[Group | Members] = []
-        """Groups, and members of others, for `take_in`, which removes them once they are
-        durable."""
+        self.played: list[Group] = []
+        """Groups, and finished episodes of others, for `take_in`, which removes them once they
+        are durable."""
         self.env_lost = False
         """Whether an environment was lost since `take_in` last checked for full batches."""
         self.pool.on_lost, self.pool.on_death = self.lose_env, self.tell_of_death
@@ -149,7 +149,7 @@ class Orchestrator:
         # Only half the window: with older members the group would be cancelled as stale before it
         # finishes, again and again.
         window = self.config.orchestrator.max_off_policy_steps // 2 if self.config.max_lag else 0
-        members = self.builder.members(ref.group_id, loaded - window)
+        members = self.builder.finished_of(ref.group_id, loaded - window)
         start_version = min(
             [loaded, *(version for rollout in members for version in rollout.versions)]
         )
@@ -177,13 +177,22 @@ class Orchestrator:
         """Plays the rest of one group, has its teacher score it, and passes it to `take_in`.
         Members are passed on as they finish."""
 
-        def keep(finished: list[Rollout]) -> None:
-            self.played.append(
-                Members(group_id=ref.group_id, env=ref.env, task=ref.task, members=finished)
+        sampling, rules = self.samplings[ref.env], self.rules[ref.env]
+
+        def group_of(rollouts: list[Rollout], finished: bool) -> Group:
+            return Group(
+                group_id=ref.group_id,
+                env=ref.env,
+                task=ref.task,
+                rollouts=rollouts,
+                temperature=sampling["temperature"],
+                finished=finished,
             )
+
+        def keep(rollouts: list[Rollout]) -> None:
+            self.played.append(group_of(rollouts, finished=False))
             self.group.create_task(self.progress.notify())
 
-        sampling, rules = self.samplings[ref.env], self.rules[ref.env]
         try:
             with self.clock.busy():
                 order = ref.env, "train", ref.task, num_episodes, sampling, ref.group_id
@@ -191,13 +200,7 @@ class Orchestrator:
                 rollouts = await self.pool.play(*order, members, keep, keeps_last=rules.has_teacher)
         except EnvLostError:
             return await self.progress.notify()
-        group = Group(
-            group_id=ref.group_id,
-            env=ref.env,
-            task=ref.task,
-            rollouts=rollouts,
-            temperature=sampling["temperature"],
-        )
+        group = group_of(rollouts, finished=True)
         if rules.has_teacher and (await in_thread(credit_group, group, rules)).why is None:
             await self.teachers[ref.env].score_group(group, rules.mask_truncated)
         if (play := self.admission.in_flight.get(ref.group_id)) is None:
@@ -209,7 +212,7 @@ class Orchestrator:
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and requeues their tasks."""
         for play in self.admission.cancel_stale(
-            self.policy.loaded, [group for group in self.played if isinstance(group, Group)]
+            self.policy.loaded, [group for group in self.played if group.finished]
         ):
             self.clock.stale[play.ref.env] += 1
             behind = self.policy.loaded - play.start_version
@@ -231,7 +234,7 @@ class Orchestrator:
         self.status.warn(RunWarning("lost", env, text))
         if not trained:
             return  # used by evaluations only
-        self.admission.lose_env(env, [group for group in self.played if isinstance(group, Group)])
+        self.admission.lose_env(env, [group for group in self.played if group.finished])
         self.env_lost = True
 
     def tell_of_death(self, env: str, text: str) -> None:
@@ -261,7 +264,7 @@ class Orchestrator:
             played, env_lost, self.env_lost = list(self.played), self.env_lost, False
             await self.builder.add(played)
             del self.played[: len(played)]
-            groups = [group for group in played if isinstance(group, Group)]
+            groups = [group for group in played if group.finished]
             for group in groups:
                 self.status.advance(len(group.rollouts))
             # groups that waited for those of a lost environment may form a batch now

@@ -12,10 +12,10 @@ import numpy as np
 
 from rl.records import cache
 from rl.records.columns import DECODER, Line, columns_of, joined, some
-from rl.run_dir.files import CorruptFileError
-from rl.run_dir.paths import PENDING_ROLLOUTS, RunDir
+from rl.run_dir.files import UNREADABLE, CorruptFileError
+from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.wire.batch_file import sound_rollouts
-from rl.wire.messages import UNREADABLE
+from rl.wire.pending import waiting_lines
 
 CHUNK = 8192
 """Number of rows added at once."""
@@ -31,7 +31,7 @@ TICK_NS = 100_000_000
 ROLLOUTS, EVALS = "rollouts/", "evals/"
 NUMBER = "([0-9]{6}|[1-9][0-9]{6,})"
 """How a step or version is named, see rl.run_dir.paths."""
-PENDING = ROLLOUTS + PENDING_ROLLOUTS
+PENDING = f"batches/{PENDING_LOG}"
 
 
 class RolloutIndex:
@@ -90,7 +90,7 @@ class RolloutIndex:
         return set(filter(self._replaced, files))
 
     def _steps(self) -> set[str]:
-        return {file for file in self.files if file.startswith(ROLLOUTS)} - {PENDING}
+        return {file for file in self.files if file.startswith(ROLLOUTS)}
 
     def _newest_steps(self) -> set[str]:
         return set(heapq.nlargest(SUSPECTS, self._steps(), key=lambda file: (len(file), file)))
@@ -144,7 +144,8 @@ class RolloutIndex:
             if (identity := identity_of(path)) is None:
                 continue  # deleted, or in a folder that is denied
             try:
-                lines += list(decoded(path, file, sound_rollouts(path)))
+                data = waiting_lines(path) if file == PENDING else sound_rollouts(path)
+                lines += list(decoded(path, file, data))
             except FileNotFoundError:
                 continue  # just compressed, deleted or moved: the next refresh handles it
             except (CorruptFileError, PermissionError) as error:

@@ -24,8 +24,10 @@ from rl.diagnosis.rollouts import (
 from rl.records.columns import DTYPES, LOCATION, METRIC, NONE, WORDS, Columns, column_of
 from rl.records.index import RolloutIndex
 from rl.run_dir.files import CorruptFileError, reading
+from rl.run_dir.paths import PENDING_LOG
 from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
+from rl.wire.pending import waiting_lines
 
 KINDS = ("train", "pending", "eval")
 ERROR = "error"
@@ -37,9 +39,9 @@ OTHER_WAYS = "several in a list or a range, or a pair (minimum, maximum)"
 
 @lru_cache(maxsize=2)
 def unpacked(path: Path, _changed: int) -> bytes:
-    """The content of a compressed file, which has no random access. Raises FileNotFoundError and
+    """The text of a file that has no random access. Raises FileNotFoundError and
     CorruptFileError."""
-    return sound_rollouts(path)
+    return waiting_lines(path) if path.name == PENDING_LOG else sound_rollouts(path)
 
 
 def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
@@ -50,7 +52,7 @@ def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
     """
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
-            if path.suffix == ".gz":
+            if path.suffix != ".jsonl":
                 return unpacked(path, path.stat().st_mtime_ns)[offset : offset + length], path
             with reading(path), path.open("rb") as file:
                 file.seek(offset)

@@ -30,8 +30,7 @@ from rl.records.rollouts import KINDS, Rollouts, frame, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
-from rl.run_dir.checksums import is_delta
-from rl.run_dir.deltas import readable
+from rl.run_dir.checksums import REMOTE, is_delta, is_remote, readable
 from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
@@ -41,7 +40,6 @@ from rl.run_dir.origin import Origin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import RoleStatus, RunEnd, Staleness, read_status
 from rl.run_dir.status import read_json as read_struct
-from rl.run_dir.version_files import REMOTE, is_remote
 from rl.system.errors import RunError
 
 if TYPE_CHECKING:

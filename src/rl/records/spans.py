@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.files import LineReader, files_in
-from rl.run_dir.metrics import all_lines
+from rl.run_dir.files import UNREADABLE, LineReader, files_in
 from rl.run_dir.spans import DECODER, Gauges, Span, Start, is_time, old
-from rl.wire.messages import UNREADABLE
 
 START = b'{"kind":"start"'
 """A line may begin with half of an earlier one whose process was killed."""
@@ -51,7 +49,7 @@ class SpanFile:
         self.gauges: list[Counted] = []
 
     def refresh(self) -> None:
-        for text in all_lines(self.reader):
+        for text in self.reader.all():
             try:
                 line = DECODER.decode(text[max(0, text.rfind(START)) :])
             except UNREADABLE:

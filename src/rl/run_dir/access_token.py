@@ -15,8 +15,7 @@ import secrets
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl.run_dir.files import write_file
-from rl.run_dir.naming import TakenError
+from rl.run_dir.files import TakenError, write_file
 from rl.system.errors import RunError
 
 VARIABLE = "RL_TOKEN"

@@ -12,9 +12,8 @@ from typing import Literal
 import msgspec
 
 from rl.run_dir.files import LineReader
-from rl.run_dir.metrics import all_lines
-from rl.run_dir.spans import is_time
-from rl.run_dir.status import UNREADABLE, Phase
+from rl.run_dir.spans import Time
+from rl.run_dir.status import Phase
 
 EventKind = Literal[
     "start",
@@ -35,8 +34,7 @@ EventKind = Literal[
 class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """One line. Fields that an event does not have are left out."""
 
-    time: float
-    """Seconds since the epoch."""
+    time: Time
     event: EventKind
     process: str
     """`rl` for events of the whole run, such as its start, its stop, and its end before
@@ -65,6 +63,9 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     lines: list[str] = []
 
 
+DECODER = msgspec.json.Decoder(Event)
+
+
 def append_event(path: Path, event: Event) -> None:
     """Appends a line. OSErrors are ignored: a full disk must not end the run here."""
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
@@ -83,24 +84,15 @@ class EventsReader:
 
     def new(self) -> list[Event]:
         """Returns the events since the last call, those of several machines ordered by their
-        times. Skips damaged lines, such as the one during which the writer was killed, and those
-        with an impossible time. Raises PermissionError."""
-        parts = list(filter(None, map(new_events, self._files())))
-        events = [event for part in parts for event in part]
-        return sorted(events, key=lambda event: event.time) if parts[1:] else events
+        times. Skips damaged lines, and those with an impossible time. Raises PermissionError."""
+        events = [event for reader in self._files() for event in reader.decoded(DECODER)]
+        if len(self.readers) > 1:
+            events.sort(key=lambda event: event.time)
+        return events
 
     def _files(self) -> list[LineReader]:
         paths = [self.path, *sorted(self.path.parent.glob(f"{self.path.stem}-node*.jsonl"))]
         return [self.readers.setdefault(path, LineReader(path)) for path in paths]
-
-
-def new_events(reader: LineReader) -> list[Event]:
-    """Returns the events that were appended to one file since the last call."""
-    events = list[Event]()
-    for line in all_lines(reader):
-        with contextlib.suppress(*UNREADABLE):
-            events.append(msgspec.json.decode(line, type=Event))
-    return [event for event in events if is_time(event.time)]
 
 
 def read_events(path: Path) -> list[Event]:

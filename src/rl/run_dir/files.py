@@ -4,16 +4,16 @@ A process may die between any two system calls here, and everything under a fina
 complete: the old content or the new one. Unfinished work of a dead process has a name with a
 leading dot, which nobody reads and `clean_leftovers` removes. The name identifies the process.
 
-With `new=True` a file gets its name only if that is free (`naming`), so of two writers, even on two
-hosts, one learns that it lost.
+With `new=True` a file or directory gets its name only if that is free (`give_name`), so of two
+writers, even on two hosts, one learns that it lost.
 
-Only this module fsyncs, and only it and `naming` link and rename, with two exceptions:
-`status.write_status` renames without fsync, because a heartbeat is worthless after a power cut; `rl
-doctor` measures the disk.
+Only this module fsyncs, links and renames, with two exceptions: `status.write_status` renames
+without fsync, because a heartbeat is worthless after a power cut; `rl doctor` measures the disk.
 """
 
 import contextlib
 import errno
+import hashlib
 import itertools
 import os
 import re
@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
-from rl.run_dir.hashes import blake2b
-from rl.run_dir.naming import NO_LINK, RENAME_EXCHANGE, link_new, rename_new, rename_with
+import msgspec
+
 from rl.system import faults, process_table
 from rl.system.errors import DAMAGED, RunError
 from rl.system.linux import pid_scope
@@ -44,10 +44,18 @@ SERIAL = itertools.count(1)
 Fence = Callable[[], None] | None
 Data = bytes | bytearray | memoryview
 D = TypeVar("D", bytes, bytearray, memoryview)
+T = TypeVar("T")
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""The exceptions of decoding if bytes are not what is expected; RecursionError is for too deeply
+nested data."""
 # of a file of lines, in memory at once; and of one line
 PIECE_BYTES, MAX_LINE_BYTES = 1 << 24, 1 << 26
 # of a disk that has lost data
 MEDIA_ERRORS = (errno.EIO, errno.ENODATA, errno.EUCLEAN, errno.EBADMSG)
+UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTTY, errno.EOPNOTSUPP)
+"""Errors of a file system that lacks a feature: NFS, some FUSE ones."""
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, *UNSUPPORTED)
+"""Errors of hard links across file systems, or on one without hard links."""
 
 
 class CorruptFileError(RunError):
@@ -56,6 +64,27 @@ class CorruptFileError(RunError):
     without it."""
 
     exit_code = DAMAGED
+
+
+class TakenError(RunError):
+    """Another process has already made what this one was to make. A caller that knows which one
+    raises a more precise error."""
+
+    def __init__(self, path: Path):
+        super().__init__(
+            f"{path} already exists: another process has made it; this one ends without changing it"
+        )
+
+
+def blake2b(data: bytes | bytearray | memoryview) -> bytes:
+    """Returns BLAKE2b-128, used for records, which are read and written one by one."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def sha256(data: bytes | bytearray | memoryview) -> str:
+    """Returns SHA-256 in hexadecimal, used for readable text, so that `sha256sum --check` can
+    verify it."""
+    return hashlib.sha256(data).hexdigest()
 
 
 @contextlib.contextmanager
@@ -145,7 +174,7 @@ def write_file(
             fence()
         faults.point(f"{kind}.rename")
         if new:
-            link_new(temporary, path)
+            give_name(temporary, path)
         else:
             temporary.rename(path)
         if durable:
@@ -158,6 +187,34 @@ def write_file(
             # fault
             fence()
         raise with_path(error, path) if isinstance(error, OSError) else error from None
+
+
+def give_name(temporary: Path, path: Path) -> None:
+    """Gives a file or directory its final name. Raises TakenError if the name is taken.
+
+    A file gets a hard link. Without hard links the name is checked first: then only the role's
+    lease protects against two simultaneous writers. A rename never replaces a directory with files.
+    """
+    try:
+        (Path.rename if temporary.is_dir() else os.link)(temporary, path)
+    except OSError as error:
+        if error.errno in NO_LINK and not path.exists():
+            temporary.rename(path)
+        elif error.errno not in (errno.EEXIST, errno.ENOTEMPTY, *NO_LINK):
+            raise
+        # if it is: NFS lost the reply to the first attempt and repeated it
+        elif not is_same_file(temporary, path):
+            raise TakenError(path) from None
+    faults.point(f"{faults.kind_of(path)}.linked")
+    temporary.unlink(missing_ok=True)
+
+
+def is_same_file(path: Path, other: Path) -> bool:
+    """Returns whether two names belong to the same file; False if one is gone meanwhile."""
+    try:
+        return path.samefile(other)
+    except FileNotFoundError:
+        return False
 
 
 def end_of_last_line(file: IO[bytes]) -> int:
@@ -184,8 +241,8 @@ def files_in(folder: Path, suffix: str) -> list[Path]:
 class LineReader:
     """Follows a file to which other processes append lines."""
 
-    def __init__(self, path: Path):
-        self.path, self.offset = path, 0
+    def __init__(self, path: Path, offset: int = 0):
+        self.path, self.offset = path, offset
 
     def skip(self) -> None:
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
@@ -202,16 +259,26 @@ class LineReader:
             # a repair may have cut the file
             self.offset = min(self.offset, os.fstat(file.fileno()).st_size)
             file.seek(self.offset)
-            data = file.read(PIECE_BYTES)
-            while (
-                b"\n" not in data
-                and len(data) <= MAX_LINE_BYTES
-                and (more := file.read(PIECE_BYTES))
-            ):
-                data += more
-        whole = data[: data.rfind(b"\n") + 1 or (len(data) if len(data) > MAX_LINE_BYTES else 0)]
-        self.offset += len(whole)
-        return whole.splitlines()
+            data = piece = file.read(PIECE_BYTES)
+            while piece and b"\n" not in data and len(data) <= MAX_LINE_BYTES:
+                data += (piece := file.read(PIECE_BYTES))
+        end = data.rfind(b"\n") + 1
+        if not end and len(data) > MAX_LINE_BYTES:
+            end = len(data)
+        self.offset += end
+        return data[:end].splitlines()
+
+    def all(self) -> Iterator[bytes]:
+        """Yields the new lines, reading piece by piece: a long run has a gigabyte of them."""
+        while lines := self.new():
+            yield from lines
+
+    def decoded(self, decoder: msgspec.json.Decoder[T]) -> Iterator[T]:
+        """Yields what the new lines hold. Skips damaged ones, such as the one during which the
+        writer was killed."""
+        for line in self.all():
+            with contextlib.suppress(*UNREADABLE):
+                yield decoder.decode(line)
 
 
 def append_file(path: Path, data: Data) -> None:
@@ -273,7 +340,7 @@ def commit_directory(
     temporary: Path, path: Path, *, new: bool = False, fence: Fence = None, durable: bool = True
 ) -> None:
     """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced
-    atomically if the kernel supports that.
+    in two steps; after a kill in between, `clean_leftovers` restores it.
 
     new, fence, durable: see `write_file`.
     """
@@ -285,9 +352,18 @@ def commit_directory(
         fence()
     faults.point(f"{kind}.rename")
     if new or not path.exists():
-        rename_new(temporary, path)
-    elif not rename_with(temporary, path, RENAME_EXCHANGE):
-        replace_in_two_steps(temporary, path)
+        give_name(temporary, path)
+    else:
+        old = path.with_name(f".{path.name}.replaced")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        try:
+            faults.point(f"{kind}.replaced")
+            temporary.rename(path)
+        except OSError:
+            old.rename(path)
+            raise
+        old.rename(temporary)
     if durable:
         fsync_name(path, kind)
     shutil.rmtree(temporary, ignore_errors=True)  # the replaced directory
@@ -320,43 +396,28 @@ def share(folder: Path) -> None:
     the owner alone. Does not touch links."""
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for file in folder.rglob("*"):
-        there = file.lstat()
-        if (
-            stat.S_ISREG(there.st_mode)
-            and there.st_nlink == 1
-            and stat.S_IMODE(there.st_mode) != mode
-        ):
+        status = file.lstat()
+        is_own = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        if is_own and stat.S_IMODE(status.st_mode) != mode:
             with contextlib.suppress(PermissionError):  # a file system without permissions
                 file.chmod(mode)
-
-
-def replace_in_two_steps(temporary: Path, path: Path) -> None:
-    """Replaces `path` on file systems that cannot swap names. After a kill in between,
-    `clean_leftovers` restores the older one."""
-    old = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(old, ignore_errors=True)
-    path.rename(old)
-    faults.point(f"{faults.kind_of(path)}.replaced")
-    try:
-        temporary.rename(path)
-    except OSError:
-        old.rename(path)
-        raise
-    old.rename(temporary)
 
 
 def remove_directory(path: Path) -> None:
     """Deletes a directory so that a half-deleted one is never found under its final name."""
     kind = faults.kind_of(path)
+    faults.point(f"{kind}.remove")
+    with contextlib.suppress(FileNotFoundError):
+        doomed = set_aside(path)
+        faults.point(f"{kind}.removed")
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Takes the name from what is to be deleted, and returns the temporary one that it has then."""
     doomed = path.with_name(f".{path.name}.old")
     shutil.rmtree(doomed, ignore_errors=True)
-    faults.point(f"{kind}.remove")
-    try:
-        path.rename(doomed)
-    except FileNotFoundError:
-        return
-    faults.point(f"{kind}.removed")
-    shutil.rmtree(doomed, ignore_errors=True)
+    return path.rename(doomed)
 
 
 def move(path: Path, target: Path) -> None:
@@ -368,10 +429,7 @@ def move(path: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        leaving = path.with_name(f".{path.name}.old")
-        shutil.rmtree(leaving, ignore_errors=True)
-        path.rename(leaving)
-        shutil.move(leaving, target)
+        shutil.move(set_aside(path), target)
 
 
 def link_tree(source: Path, target: Path) -> None:
@@ -397,35 +455,27 @@ def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
     begin with it ("": all) are only written by the holder of a role, which is now this process, so
     that leftovers of other hosts can be removed, too.
     """
-    found = []
-    for directory in directories:
-        hidden = (
-            sorted(name for name in os.listdir(directory) if name[0] == ".")
-            if directory.is_dir()
-            else []
-        )
-        for name in hidden:  # filtered first: a long run has many files, few of them hidden
-            if not (match := LEFTOVER.fullmatch(name)):
+    removed = []
+    for directory in filter(Path.is_dir, directories):
+        for name in sorted(os.listdir(directory)):
+            # the first letter first: a long run has many files, few of them hidden
+            if name[0] != "." or not (match := LEFTOVER.fullmatch(name)):
+                continue
+            if match["place"] == pid_scope():
+                is_known_dead = not process_table.entry(int(match["pid"]))
+            else:
+                is_known_dead = ours is not None and name.startswith(f".{ours}")
+            if not is_known_dead:
                 continue
             path = directory / name
-            known = match["place"] == pid_scope()
-            if (
-                process_table.entry(int(match["pid"]))
-                if known
-                else ours is None or not name.startswith(f".{ours}")
-            ):
-                continue  # its process is alive or unknown here, and may still be writing it
-            found.append(path)
-            if (
-                match["kind"] == "replaced"
-                and not (final := path.with_name(match["name"])).exists()
-            ):
-                path.rename(final)
+            removed.append(path)
+            if match["kind"] == "replaced" and not (directory / match["name"]).exists():
+                path.rename(directory / match["name"])
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-    return found
+    return removed
 
 
 def encode_record(payload: bytes) -> bytes:
@@ -433,7 +483,7 @@ def encode_record(payload: bytes) -> bytes:
     return HEADER.pack(MAGIC, len(payload), blake2b(payload)) + payload
 
 
-def head_of_record(head: bytes, name: str) -> tuple[int, bytes]:
+def head_of_record(head: bytes | bytearray | memoryview, name: str) -> tuple[int, bytes]:
     """Returns (length, checksum) of the payload after the header of a record. Raises
     CorruptFileError."""
     if len(head) < HEADER.size:
@@ -449,17 +499,14 @@ def decode_records(data: D, name: str) -> Iterator[D]:
     that is damaged or cut short."""
     offset = 0
     while offset < len(data):
-        if len(data) - offset < HEADER.size:
-            raise CorruptFileError(f"{name}: cut short at byte {offset}")
-        magic, length, checksum = HEADER.unpack_from(data, offset)
-        payload = data[offset + HEADER.size : offset + HEADER.size + length]
-        if magic != MAGIC or len(payload) != length or blake2b(payload) != checksum:
-            raise CorruptFileError(
-                f"{name}: damaged record at byte {offset} (magic, length or checksum does "
-                "not match)"
-            )
+        where = f"{name}: damaged record at byte {offset}"
+        begin = offset + HEADER.size
+        length, checksum = head_of_record(data[offset:begin], where)
+        payload = data[begin : begin + length]
+        if len(payload) != length or blake2b(payload) != checksum:
+            raise CorruptFileError(f"{where} (magic, length or checksum does not match)")
         yield payload
-        offset += HEADER.size + length
+        offset = begin + length
 
 
 def decode_record(data: D, name: str) -> D:

@@ -1,7 +1,7 @@
-"""A policy version in the memory of the process that made it, which other processes of its host
-read before it is on disk.
+"""A policy version in the memory of the process that made it, which others read before it is on
+disk: over the network from each rank that trains it, or on the same host as a file.
 
-It is an anonymous file (memfd_create(2)) in safetensors format that others open as
+The file is an anonymous file (memfd_create(2)) in safetensors format that others open as
 `/proc/PID/fd/FD`. It disappears with the last process that holds it open, however that process
 ends.
 
@@ -46,6 +46,31 @@ class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
     def mark(self) -> bytes:
         """The JSON at the beginning of the header of this content."""
         return f'{{"__metadata__":{{"format":"pt","name":"{self.name}"}}'.encode()
+
+
+class OverNetwork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """The address of rank 0's index of a version in memory. The index begins with the version's
+    mark, which is gone before any rank changes a byte of the version; JSON follows (see
+    `rl.trainer.store.registered`)."""
+
+    place: Annotated[str, msgspec.Meta(max_length=64)]
+    """Scope of process ids (`rl.system.linux.pid_scope`) within which the memory can be read;
+    empty: everywhere."""
+    agent: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    """NIXL's metadata of rank 0's agent: its address, and the key of the index."""
+    address: Annotated[int, msgspec.Meta(gt=0)]
+    size: Annotated[int, msgspec.Meta(gt=32, lt=1 << 30)]
+    """Of the index, in bytes."""
+    name: Annotated[str, msgspec.Meta(pattern=r"^rl-[0-9a-f]{32}$")]
+    """Unique name of this content: memory is used again."""
+
+    @property
+    def mark(self) -> bytes:
+        return self.name.encode()
+
+
+Memory = InMemory | OverNetwork
+"""Where a version can be read before its folder exists."""
 
 
 def make(size: int) -> InMemory:

@@ -31,8 +31,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl.run_dir.files import write_file
-from rl.run_dir.naming import TakenError
+from rl.run_dir.files import TakenError, write_file
 from rl.run_dir.status import MACHINE_LEASE, Staleness, is_over, read_json
 from rl.system.errors import RESTART, RunError
 from rl.system.linux import is_alive, own_start, pid_scope
@@ -99,10 +98,6 @@ def lease_path(lock: Path, number: int) -> Path:
     return lock.with_name(f"{lock.stem}.{number:06d}.lease")
 
 
-def open_lock(lock: Path) -> int:
-    return os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-
-
 def newest_lease(lock: Path, known: int = 0) -> int:
     """Returns the number of the newest lease of a role, 0 if there is none. The listing may be
     stale; `known` is a number already seen."""
@@ -140,23 +135,26 @@ class Lease:
 
     def check(self) -> None:
         """Raises RunError if another process has taken over the role."""
-        # the next holder empties the file; opening it asks the file server, while looking up a name
-        # may be answered from a cache
+        is_next_free = not lease_path(self.lock, self.number + 1).exists()
+        if self._is_unchanged() and is_next_free:
+            return
+        newest = lease_path(self.lock, newest_lease(self.lock, self.number))
+        owner = read_json(newest, LockOwner) or "unknown"
+        raise RunError(
+            f"{self.lock.parent.parent}: another process ({owner}) has taken over as "
+            f"{self.lock.stem} of this run, because this one ({this_process()}) did not renew its "
+            f"lease for {LEASE_S:.0f} s; this one ends, and the run continues there"
+        )
+
+    def _is_unchanged(self) -> bool:
+        """Returns whether the file has what this process wrote: the next holder empties it. Opening
+        it asks the file server, while looking up a name may be answered from a cache."""
         try:
-            mine = self.path.read_bytes() == self.content
+            return self.path.read_bytes() == self.content
         except OSError as error:
             if error.errno not in GONE:
                 raise
-            mine = False
-        if mine and not lease_path(self.lock, self.number + 1).exists():
-            return
-        newest = lease_path(self.lock, newest_lease(self.lock, self.number))
-        owner, run = read_json(newest, LockOwner) or "unknown", self.lock.parent.parent
-        raise RunError(
-            f"{run}: another process ({owner}) has taken over as {self.lock.stem} of this "
-            f"run, because this one ({this_process()}) did not "
-            f"renew its lease for {LEASE_S:.0f} s; this one ends, and the run continues there"
-        )
+            return False
 
     def close(self) -> None:
         """Gives the role back. Empties the lease, so that the next process need not wait to see
@@ -165,7 +163,7 @@ class Lease:
         self.thread.join()
         HELD.pop(self.lock, None)
         with contextlib.suppress(OSError):
-            if self.path.read_bytes() == self.content:
+            if self._is_unchanged():
                 os.truncate(self.path, 0)
         os.close(self.fd)
 
@@ -197,27 +195,27 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
     in any case, and prints that.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    deadline, attempt = time.monotonic() + wait_s, Attempt(lock)
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(attempt.close)
-        told = False
+    deadline, attempt, is_told = time.monotonic() + wait_s, Attempt(lock), False
+    run, role, lease = lock.parent.parent, lock.stem, None
+    try:
         while not (lease := attempt.take()):
             if time.monotonic() >= deadline and not attempt.undecided:
                 owner = attempt.owner or read_json(lock, LockOwner) or "unknown"
-                text = (
-                    f"{lock.parent.parent}: {lock.stem} of this run is already running "
-                    f"({owner}); stop it first"
+                raise RoleTakenError(
+                    f"{run}: {role} of this run is already running ({owner}); stop it first"
                 )
-                raise RoleTakenError(text)
-            if attempt.undecided and not told:
-                told = True
-                waits = (
+            if attempt.undecided and not is_told:
+                is_told = True
+                print(
                     f"waiting up to {LEASE_S:.0f} s to see whether {attempt.owner} is still the "
-                    f"{lock.stem} of {lock.parent.parent}"
+                    f"{role} of {run}",
+                    file=sys.stderr,
+                    flush=True,
                 )
-                print(waits, file=sys.stderr, flush=True)
             time.sleep(POLL_S)
-        on_failure.pop_all()
+    finally:
+        if lease is None:
+            attempt.close()
     return lease
 
 
@@ -225,7 +223,8 @@ class Attempt:
     """An attempt to take a role that another process may hold."""
 
     def __init__(self, lock: Path):
-        self.lock, self.fd = lock, open_lock(lock)
+        self.lock = lock
+        self._open()
         self.owner: LockOwner | None = None
         """Holder of the lease, if it was seen."""
         self.leases = Staleness()
@@ -233,6 +232,9 @@ class Attempt:
         otherwise."""
         self.undecided = False
         """Whether a lease is being watched that has not changed so far."""
+
+    def _open(self) -> None:
+        self.fd = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o644)
 
     def take(self) -> Lease | None:
         """Returns the lease, or None if the role is taken or may be. Call it repeatedly."""
@@ -246,32 +248,19 @@ class Attempt:
             if error.errno not in NO_LOCKS:
                 raise
             locks = False
-        if not self._is_open():
-            os.close(self.fd)
-            self.fd = open_lock(self.lock)
+        if not self._has_name():
+            self.close()
+            self._open()
             return None
-        newest = newest_lease(self.lock)
-        if newest and not self._is_free(lease_path(self.lock, newest), newest, locks):
-            return self._unlock(locks)
-        mine = this_process()
-        try:
-            write_file(lease_path(self.lock, newest + 1), msgspec.json.encode(mine), new=True)
-        except TakenError:
-            return self._unlock(locks)
-        with contextlib.suppress(FileNotFoundError):
-            if newest:
-                os.truncate(lease_path(self.lock, newest), 0)
-        for number in lease_numbers(self.lock):
-            if number <= newest + 1 - KEPT:
-                lease_path(self.lock, number).unlink(missing_ok=True)
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, msgspec.json.encode(mine), 0)
-        return Lease(self.lock, newest + 1, self.fd)
+        lease = self._next_lease(locks)
+        if lease is None and locks:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return lease
 
     def close(self) -> None:
         os.close(self.fd)
 
-    def _is_open(self) -> bool:
+    def _has_name(self) -> bool:
         """Returns whether the open file still has its name: `forget_dead_servers` deletes locks,
         and a deleted one excludes nobody."""
         try:
@@ -281,9 +270,22 @@ class Attempt:
                 raise
             return False
 
-    def _unlock(self, locks: bool) -> None:
-        if locks:
-            fcntl.flock(self.fd, fcntl.LOCK_UN)
+    def _next_lease(self, locks: bool) -> Lease | None:
+        newest, content = newest_lease(self.lock), msgspec.json.encode(this_process())
+        if newest and not self._is_free(lease_path(self.lock, newest), newest, locks):
+            return None
+        try:
+            write_file(lease_path(self.lock, newest + 1), content, new=True)
+        except TakenError:
+            return None
+        if newest:
+            declare_lost(lease_path(self.lock, newest))
+        for number in lease_numbers(self.lock):
+            if number <= newest + 1 - KEPT:
+                lease_path(self.lock, number).unlink(missing_ok=True)
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, content, 0)
+        return Lease(self.lock, newest + 1, self.fd)
 
     def _is_free(self, path: Path, number: int, locks: bool) -> bool:
         """Returns whether the holder of the newest lease has given it back or is dead."""
@@ -334,12 +336,11 @@ def forget_dead_servers(status_dir: Path) -> None:
     while attempts:
         undecided = []
         for attempt in attempts:
-            lease = attempt.take()
-            if lease:
-                attempt.lock.with_suffix(".json").unlink(missing_ok=True)
-                for number in lease_numbers(attempt.lock):
-                    lease_path(attempt.lock, number).unlink(missing_ok=True)
-                attempt.lock.unlink(missing_ok=True)
+            if lease := attempt.take():
+                numbers = lease_numbers(attempt.lock)
+                leases = [lease_path(attempt.lock, number) for number in numbers]
+                for path in (attempt.lock.with_suffix(".json"), *leases, attempt.lock):
+                    path.unlink(missing_ok=True)
                 lease.close()
             elif attempt.undecided:
                 undecided.append(attempt)

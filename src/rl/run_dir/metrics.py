@@ -16,7 +16,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +24,15 @@ import msgspec
 
 from rl.run_dir.files import (
     PIECE_BYTES,
+    UNREADABLE,
     LineReader,
+    blake2b,
     end_of_last_line,
     files_in,
     with_path,
     write_all,
     write_file,
 )
-from rl.run_dir.hashes import blake2b
 from rl.run_dir.spans import is_time
 from rl.system import faults
 from rl.system.errors import RunError
@@ -39,7 +40,6 @@ from rl.system.errors import RunError
 T = TypeVar("T")
 Lines = dict[tuple[int, str], dict[str, Any]]
 """The lines of metrics.jsonl by (step, source): see read_metrics."""
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 ALWAYS = ("step", "time", "source")
 """Fields of every line."""
 NEWEST_BYTES = 1 << 22
@@ -74,6 +74,14 @@ def open_lines(path: Path) -> int:
     return descriptor
 
 
+def append(descriptor: int, path: Path, data: bytes | bytearray, kind: str) -> None:
+    try:
+        write_all(descriptor, data, kind)
+    except OSError as error:
+        raise with_path(error, path) from None
+    faults.point(f"{kind}.done")
+
+
 class MetricsLog:
     """Appends the lines of one source to its file. `path` is the run's metrics.jsonl."""
 
@@ -85,18 +93,12 @@ class MetricsLog:
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Appends `{"step", "time", "source", **metrics}`; a value that is not finite is written
         as null."""
-        finite = {key: value if math.isfinite(value) else None for key, value in metrics.items()}
-        line = json.dumps(
-            {"step": step, "time": round(time.time(), 3), "source": self.source, **finite}
-        )
-        data = line.encode() + b"\n"
+        line: dict[str, Any] = {"step": step, "time": round(time.time(), 3), "source": self.source}
+        for name, value in metrics.items():
+            line[name] = value if math.isfinite(value) else None
         if self.fence:
             self.fence()
-        try:
-            write_all(self.file, data, "metrics")
-        except OSError as error:
-            raise with_path(error, self.path) from None
-        faults.point("metrics.done")
+        append(self.file, self.path, json.dumps(line).encode() + b"\n", "metrics")
 
 
 class Merger:
@@ -107,66 +109,46 @@ class Merger:
         """fence: see MetricsLog."""
         self.path, self.fence = path, fence
         self.readers: dict[Path, LineReader] = {}
-        self.left: dict[Path, tuple[int, ...]] | None = None
-        """Identity of each file as this merger left it: its inode (a cut replaces it), and for
-        metrics.jsonl also its size."""
+        self.left: tuple[int, ...] | None = None
+        """Inode and size of metrics.jsonl as this merger left it. If they are others, all is read
+        again: a cut replaces the file."""
 
     def merge(self) -> None:
         """Appends new lines in one write, or in several of PIECE_BYTES. New lines of different
-        sources are ordered by time."""
-        known = self.left and all(
-            identity(path, self.path) == left for path, left in self.left.items()
-        )
+        sources are ordered by time, for people who read the file."""
         merged = set[bytes]()
-        if not known:
-            os.close(open_lines(self.path))
-            merged, self.readers = {blake2b(line) for line in all_lines(LineReader(self.path))}, {}
-        new = [self._new_lines(source, merged) for source in source_files(self.path)]
+        if self._identity() != self.left:
+            merged, self.readers = set(map(blake2b, LineReader(self.path).all())), {}
         self.left, data = None, bytearray()
-        for line in heapq.merge(*new, key=time_of):
+        for _, line in heapq.merge(*(self._new(file, merged) for file in source_files(self.path))):
             data += line + b"\n"
             if len(data) >= PIECE_BYTES:
                 self._append(data)
                 data = bytearray()
         if data:
             self._append(data)
-        self.left = {path: identity(path, self.path) for path in (self.path, *self.readers)}
+        self.left = self._identity()
 
-    def _new_lines(self, source: Path, merged: set[bytes]) -> Iterator[bytes]:
-        """Yields the new lines of a source whose checksums are not in `merged`, reading piece by
-        piece."""
-        reader = self.readers.setdefault(source, LineReader(source))
-        return (
-            line
-            for line in all_lines(reader)
-            if not (merged and blake2b(line) in merged) and parse_line(line)
-        )
+    def _identity(self) -> tuple[int, ...]:
+        if not self.path.exists():
+            return ()
+        status = self.path.stat()
+        return status.st_ino, status.st_size
+
+    def _new(self, source: Path, merged: set[bytes]) -> Iterator[tuple[float, bytes]]:
+        """Yields time and text of the new lines of a source whose checksums are not in `merged`."""
+        for line in self.readers.setdefault(source, LineReader(source)).all():
+            if (content := parse_line(line)) and not (merged and blake2b(line) in merged):
+                yield content.get("time", 0.0), line
 
     def _append(self, data: bytearray) -> None:
         if self.fence:
             self.fence()
         file = open_lines(self.path)
         try:
-            write_all(file, data, "merged")
-        except OSError as error:
-            raise with_path(error, self.path) from None
+            append(file, self.path, data, "merged")
         finally:
             os.close(file)
-        faults.point("merged.done")
-
-
-def all_lines(reader: LineReader) -> Iterator[bytes]:
-    """Yields the new lines, reading piece by piece: a long run has a gigabyte of them."""
-    while lines := reader.new():
-        yield from lines
-
-
-def identity(path: Path, merged: Path) -> tuple[int, ...]:
-    """See Merger.left."""
-    if not path.exists():
-        return ()
-    there = path.stat()
-    return (there.st_ino, there.st_size) if path == merged else (there.st_ino,)
 
 
 @contextlib.contextmanager
@@ -175,13 +157,14 @@ def merging(path: Path, fence: Callable[[], None]) -> Iterator[None]:
     process without `rl` above it.
 
     fence: see MetricsLog. If the disk cannot be written, the merge is retried: the lines are still
-    in their sources.
+    in their sources. A process that lost its role learns that at its next commit.
     """
     merger, over = Merger(path, fence), threading.Event()
 
     def merge() -> None:
-        while not over.wait(MERGE_S):
-            # a process that lost its role learns that at its next commit
+        is_last = False
+        while not is_last:
+            is_last = over.wait(MERGE_S)
             with contextlib.suppress(OSError, RunError):
                 merger.merge()
 
@@ -192,13 +175,6 @@ def merging(path: Path, fence: Callable[[], None]) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
-        with contextlib.suppress(OSError, RunError):
-            merger.merge()
-
-
-def time_of(line: bytes) -> float:
-    """Returns the time in a line. It only serves to order lines for people who read the file."""
-    return (parse_line(line) or {}).get("time") or 0.0
 
 
 class MetricsReader(LineReader):
@@ -220,22 +196,16 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     except UNREADABLE:
         whole = line.rfind(b'{"step": ')  # another process's line after an incomplete one
         return parse_line(line[whole:]) if whole > 0 else None
-    if not (
-        isinstance(content, dict)
-        and type(content.get("step")) is int
-        and isinstance(content.get("source"), str)
-    ):
+    if not isinstance(content, dict) or not isinstance(content.get("source"), str):
         return None
-    if not is_number(content["step"]):
-        return None
-    found = {
-        key: value
-        for key, value in content.items()
-        if key == "source" or value is None or is_number(value)
+    kept = {
+        name: value
+        for name, value in content.items()
+        if name == "source" or value is None or is_number(value)
     }
-    if not is_time(found.get("time")):
-        del found["time"]
-    return found
+    if not is_time(kept.get("time") or 0.0):
+        kept.pop("time", None)
+    return kept if type(kept.get("step")) is int else None
 
 
 def is_number(value: Any) -> bool:
@@ -243,12 +213,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and -LIMIT <= value < LIMIT)
 
 
-def merge_lines(into: Lines, lines: list[dict[str, Any]]) -> None:
+def merge_lines(into: Lines, lines: Iterable[dict[str, Any]]) -> None:
     """Adds lines by (step, source). The later of two values of a metric counts, so a resume
     never duplicates a curve."""
     for line in lines:
-        key = (line["step"], line["source"])
-        into[key] = into[key] | line if key in into else line
+        key = line["step"], line["source"]
+        into[key] = into.get(key, {}) | line
 
 
 def read_metrics(path: Path, source: str = "", last_bytes: int | None = None) -> Lines:
@@ -260,34 +230,28 @@ def read_metrics(path: Path, source: str = "", last_bytes: int | None = None) ->
     """
     merged: Lines = {}
     mark = f'"source": "{source}"'.encode()  # as MetricsLog writes it
-
+    # of the sources only the newest lines can be missing in metrics.jsonl; reading others twice
+    # changes nothing
     sources = source_files(path)
-    # of the sources only the newest lines can be missing there; reading others twice changes
-    # nothing
-    limits = {path: last_bytes}
-    limits |= dict.fromkeys(
-        sources, (NEWEST_BYTES if last_bytes is None else last_bytes) // max(1, len(sources))
-    )
-    for file, limit in limits.items():
-        reader = LineReader(file)
-        if limit is not None and file.exists():
-            # inside a line, which is skipped as damaged
-            reader.offset = max(0, file.stat().st_size - limit)
-        for line in all_lines(reader):
-            if (not source or mark in line) and (content := parse_line(line)):
-                merge_lines(merged, [content])
-    return {key: line for key, line in merged.items() if key[1] == source} if source else merged
+    share = (NEWEST_BYTES if last_bytes is None else last_bytes) // max(1, len(sources))
+    for file in (path, *sources):
+        lines = last_lines(file, last_bytes if file == path else share)
+        wanted = (line for line in lines if not source or mark in line)
+        merge_lines(merged, filter(None, map(parse_line, wanted)))
+    return {key: line for key, line in merged.items() if source in ("", key[1])}
+
+
+def last_lines(file: Path, limit: int | None) -> Iterator[bytes]:
+    """Yields the lines in the last `limit` bytes of a file. The first may lack its beginning."""
+    is_whole = limit is None or not file.exists()
+    return LineReader(file, 0 if is_whole else max(0, file.stat().st_size - limit)).all()
 
 
 def environment_rewards(line: Mapping[str, T]) -> dict[str, T]:
     """Returns environment -> mean training reward, from a line of the orchestrator, or from
     other values by metric."""
-    keys = (key.split("/") for key in line)
-    return {
-        parts[1]: line["/".join(parts)]
-        for parts in keys
-        if len(parts) == 3 and parts[0] == "reward" and parts[2] == "mean"
-    }
+    matches = {name: re.fullmatch("reward/([^/]+)/mean", name) for name in line}
+    return {match[1]: line[name] for name, match in matches.items() if match}
 
 
 def cut_metrics(path: Path, last_step: int) -> list[bytes]:
@@ -299,31 +263,27 @@ def cut_metrics(path: Path, last_step: int) -> list[bytes]:
     """
     if sources_dir(path).is_dir():
         Merger(path).merge()
-    gone: list[bytes] = []
     # metrics.jsonl last: otherwise a line left in a source would be merged again
-    for file in (*source_files(path), path):
-        gone = (
-            cut_lines(file, last_step) if file.exists() and has_lines_after(file, last_step) else []
-        )
-    return gone
+    *_, cut = (cut_lines(file, last_step) for file in (*source_files(path), path))
+    return cut
 
 
 def cut_lines(path: Path, last_step: int) -> list[bytes]:
     """Removes lines from one file atomically and returns them; see cut_metrics."""
-    kept: list[bytes] = []
-    gone: list[bytes] = []
-    for line in path.read_bytes().splitlines(keepends=True):
+
+    def stays(line: bytes) -> bool:
+        # judged by begin and end if possible: a long run has a gigabyte of lines
+        if match := WHOLE.fullmatch(line):
+            return int(match[1]) <= last_step
         content = parse_line(line)
-        (kept if content and content["step"] <= last_step else gone).append(line)
-    if gone:
-        write_file(path, b"".join(kept))
-    return gone
+        return content is not None and content["step"] <= last_step
 
-
-def has_lines_after(path: Path, last_step: int) -> bool:
-    """Returns whether a line may be of a later step or damaged, judging by begin and end only: a
-    long run has a gigabyte of lines."""
+    if not path.exists():
+        return []
     with path.open("rb") as file:
-        return any(
-            (match := WHOLE.fullmatch(line)) is None or int(match[1]) > last_step for line in file
-        )
+        if all(map(stays, file)):
+            return []
+        file.seek(0)
+        lines = list(file)
+    write_file(path, b"".join(filter(stays, lines)))
+    return [line for line in lines if not stays(line)]

@@ -19,8 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from rl.run_dir.files import write_file
-from rl.run_dir.naming import TakenError
+from rl.run_dir.files import TakenError, write_file
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_json
 

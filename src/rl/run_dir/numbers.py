@@ -1,7 +1,7 @@
 """A run's metrics as columns, followed while they are written. Commands that must start fast
 import this lazily: numpy takes 0.1 s."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from rl.run_dir.metrics import (
     ALWAYS,
     MOST_NAMES,
     NEWEST_BYTES,
-    all_lines,
     environment_rewards,
     parse_line,
     source_files,
@@ -20,10 +19,10 @@ from rl.run_dir.metrics import (
 
 Curve = tuple[np.ndarray, np.ndarray]
 """Steps [n] int64, and values of a metric at these steps [n] float64."""
-
-
 Points = tuple[list[int], list[float]]
 """A curve as lists."""
+LEAST_ROOM = 256
+"""Rows by which arrays grow at least."""
 
 
 class Table:
@@ -32,7 +31,7 @@ class Table:
     def __init__(self) -> None:
         self.rows: dict[int, int] = {}
         """Step -> row."""
-        self.firsts, self.times = np.empty(0), np.empty(0)
+        self.firsts = self.times = np.empty(0)
         """Times of the first and the newest line of a row, seconds since the epoch; a step that
         was trained again has several lines."""
         self.arrays: dict[str, np.ndarray] = {}
@@ -45,30 +44,32 @@ class Table:
         """Adds a line; the later of two values of a metric counts."""
         row = self.rows.setdefault(step, len(self.rows))
         if row >= len(self.times):
-            room = max(256, row + row // 4)
-            self.arrays = {name: grown(old, room) for name, old in self.arrays.items()}
-            self.firsts, self.times = grown(self.firsts, room), grown(self.times, room)
+            spare = np.full(max(LEAST_ROOM, row // 4), np.nan)
+            self.firsts, self.times = np.append(self.firsts, spare), np.append(self.times, spare)
+            self.arrays = {name: np.append(old, spare) for name, old in self.arrays.items()}
         self.times[row] = line.get("time") or np.nan
         if np.isnan(self.firsts[row]):
             self.firsts[row] = self.times[row]
         for name, value in line.items():
-            if name not in ALWAYS:
-                if name not in self.arrays:
-                    if len(self.arrays) >= MOST_NAMES:
-                        self.left_out = True
-                        continue
-                    self.arrays[name] = np.full(len(self.times), np.nan)
-                self.arrays[name][row] = np.nan if value is None else value
+            if name in ALWAYS:
+                continue
+            if name not in self.arrays:
+                if len(self.arrays) >= MOST_NAMES:
+                    self.left_out = True
+                    continue
+                self.arrays[name] = self.values(name)
+            self.arrays[name][row] = np.nan if value is None else value
+
+    def values(self, name: str) -> np.ndarray:
+        """Returns the array of a metric; all nan if there is none."""
+        return self.arrays[name] if name in self.arrays else np.full(len(self.times), np.nan)
 
     def ordered(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns steps, ascending, and their rows."""
         if len(self.order[0]) != len(self.rows):
-            steps, rows = (
-                np.array([*self.rows], np.int64),
-                np.array([*self.rows.values()], np.int64),
-            )
+            steps = np.array([*self.rows], np.int64)  # the rows count up in this order
             order = np.argsort(steps)
-            self.order = steps[order], rows[order]
+            self.order = steps[order], order
         return self.order
 
 
@@ -83,47 +84,48 @@ class Numbers:
     @classmethod
     def of(cls, lines: Mapping[tuple[int, str], Mapping[str, Any]]) -> "Numbers":
         """Makes it from lines by (step, source)."""
-        found = cls()
+        numbers = cls()
         for (step, source), line in lines.items():
-            found.tables.setdefault(source, Table()).add(step, line)
-        return found
+            numbers._table(source).add(step, line)
+        return numbers
 
     @classmethod
     def read(cls, path: Path) -> "Numbers":
         """Reads all that a file and its sources have now."""
-        found = cls(path)
-        found.refresh()
-        return found
+        numbers = cls(path)
+        numbers.refresh()
+        return numbers
 
     def _forget(self) -> None:
         self.tables: dict[str, Table] = {}
         """Tables by source."""
-        self.readers: dict[Path, LineReader] = {}
-        self.inodes: dict[Path, int] = {}
+        self.readers: dict[Path, tuple[LineReader, int]] = {}
+        """Readers, and the inodes of their files."""
+
+    def _table(self, source: str) -> Table:
+        return self.tables.setdefault(source, Table())
 
     def refresh(self) -> None:
         """Reads new lines, or all lines again if a file was cut, as a resume does."""
         assert self.path
-        files = [self.path, *source_files(self.path)]
-        if any(self._was_replaced(path) for path in self.inodes):
+        if any(self._was_replaced(path) for path in self.readers):
             self._forget()
-        for path in files:
+        for path in filter(Path.exists, [self.path, *source_files(self.path)]):
             if path not in self.readers:
-                if not path.exists():
-                    continue
-                self.readers[path], self.inodes[path] = LineReader(path), path.stat().st_ino
-                if path != self.path and (size := path.stat().st_size) > NEWEST_BYTES:
-                    # inside a line, which is skipped as damaged
-                    self.readers[path].offset = size - NEWEST_BYTES
-            for line in filter(None, map(parse_line, all_lines(self.readers[path]))):
-                self.tables.setdefault(line["source"], Table()).add(line["step"], line)
+                status = path.stat()
+                # inside a line, which is skipped as damaged
+                newest = 0 if path == self.path else max(0, status.st_size - NEWEST_BYTES)
+                self.readers[path] = LineReader(path, newest), status.st_ino
+            for line in filter(None, map(parse_line, self.readers[path][0].all())):
+                self._table(line["source"]).add(line["step"], line)
 
     def _was_replaced(self, path: Path) -> bool:
         try:
-            there = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             return True
-        return there.st_ino != self.inodes[path] or there.st_size < self.readers[path].offset
+        reader, inode = self.readers[path]
+        return status.st_ino != inode or status.st_size < reader.offset
 
     @property
     def names(self) -> list[str]:
@@ -135,31 +137,22 @@ class Numbers:
     def columns(self, source: str | None = None) -> dict[str, np.ndarray]:
         """Returns step, source, time (seconds since the epoch) and every metric as columns,
         ordered by step, then source. source: only the lines of this one."""
-        tables = {
-            name: table for name, table in sorted(self.tables.items()) if source in (None, name)
-        }
-        parts = {name: table.ordered() for name, table in tables.items()}
-        lengths = [len(steps) for steps, _ in parts.values()]
-        steps = np.concatenate([np.empty(0, np.int64), *(steps for steps, _ in parts.values())])
+        sources = [name for name in sorted(self.tables) if source in (None, name)]
+        tables = [self.tables[name] for name in sources]
+        rows = [table.ordered()[1] for table in tables]
+        steps = np.array([step for name in sources for step in self.steps(name)], np.int64)
         order = np.argsort(steps, kind="stable")
 
-        def values(table: Table, name: str, rows: np.ndarray) -> np.ndarray:
-            return table.arrays[name][rows] if name in table.arrays else np.full(len(rows), np.nan)
+        def column(arrays: Iterable[np.ndarray]) -> np.ndarray:
+            parts = [array[chosen] for array, chosen in zip(arrays, rows, strict=True)]
+            return np.concatenate([np.empty(0), *parts])[order]
 
-        def column(name: str) -> np.ndarray:
-            found = (values(tables[of], name, rows) for of, (_, rows) in parts.items())
-            return np.concatenate([np.empty(0), *found])[order]
-
-        times = np.concatenate(
-            [np.empty(0), *(tables[name].times[rows] for name, (_, rows) in parts.items())]
-        )
-        sources = np.repeat(np.array([*tables], object), lengths)
-        names = sorted({name for table in tables.values() for name in table.arrays})
+        names = sorted({name for table in tables for name in table.arrays})
         return {
             "step": steps[order],
-            "source": sources[order],
-            "time": times[order],
-            **{name: column(name) for name in names},
+            "source": np.repeat(np.array(sources, object), [*map(len, rows)])[order],
+            "time": column(table.times for table in tables),
+            **{name: column(table.values(name) for table in tables) for name in names},
         }
 
     def source(self, name: str) -> str | None:
@@ -169,11 +162,9 @@ class Numbers:
     def curve(self, name: str, source: str | None = None) -> Curve:
         """Returns the finite values of a metric over steps, from the first source by name that
         has it. Empty if none has it."""
-        table = self.tables.get(source or self.source(name) or "")
-        if table is None or name not in table.arrays:
-            return np.empty(0, np.int64), np.empty(0)
+        table = self.tables.get(source or self.source(name) or "", Table())
         steps, rows = table.ordered()
-        values = table.arrays[name][rows]
+        values = table.values(name)[rows]
         return steps[np.isfinite(values)], values[np.isfinite(values)]
 
     def reward(self) -> Curve:
@@ -181,13 +172,12 @@ class Numbers:
         their shares of a step vary; where a step has no rollouts of one, its reward is
         interpolated."""
         names = environment_rewards({name: name for name in self.names_of("orchestrator")}).values()
-        curves = [
-            curve for curve in (self.curve(name, "orchestrator") for name in names) if len(curve[0])
-        ]
+        curves = [self.curve(name, "orchestrator") for name in names]
+        curves = [curve for curve in curves if len(curve[0])]
         steps, values = self.curve("reward/mean", "orchestrator")
-        return steps, np.mean([np.interp(steps, *curve) for curve in curves], axis=0) if len(
-            curves
-        ) > 1 else values
+        if len(curves) > 1:
+            values = np.mean([np.interp(steps, *curve) for curve in curves], axis=0)
+        return steps, values
 
     # As lists
 
@@ -203,15 +193,5 @@ class Numbers:
 
     def newest(self) -> float | None:
         """Returns the time of the newest line, seconds since the epoch; None if there is none."""
-        times = np.concatenate(
-            [np.empty(0), *(table.times[: len(table.rows)] for table in self.tables.values())]
-        )
-        times = times[np.isfinite(times)]
-        return float(times.max()) if len(times) else None
-
-
-def grown(array: np.ndarray, room: int) -> np.ndarray:
-    """Returns a longer copy, padded with nan."""
-    longer = np.full(room, np.nan)
-    longer[: len(array)] = array
-    return longer
+        times = np.concatenate([np.empty(0), *(table.times for table in self.tables.values())])
+        return float(np.nanmax(times)) if np.isfinite(times).any() else None

@@ -1,14 +1,12 @@
 """`origin.json`: the run and step that a branch was made from. A branch begins after that step;
 an ordinary run has no such file."""
 
-import contextlib
 from typing import Any
 
 import msgspec
 
-from rl.run_dir.files import LineReader
+from rl.run_dir.files import UNREADABLE, LineReader
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import UNREADABLE
 from rl.system.errors import RunError
 
 
@@ -44,7 +42,7 @@ def read_origin(run_dir: RunDir) -> Origin | None:
         return msgspec.json.decode(run_dir.origin.read_bytes(), type=Origin)
     except FileNotFoundError:
         return None
-    except UNREADABLE as error:
+    except (OSError, *UNREADABLE) as error:
         raise RunError(
             f"{run_dir.origin}: damaged ({error}); the run's first step is unknown: branch it again"
         ) from None
@@ -62,11 +60,7 @@ class Changed(msgspec.Struct, frozen=True):
 def changes_of(run_dir: RunDir) -> list[Changed]:
     """Returns the settings that resumes changed. Skips damaged lines, such as the one during
     which the writer was killed."""
-    found = list[Changed]()
-    for line in LineReader(run_dir.changes).new():
-        with contextlib.suppress(*UNREADABLE):
-            found.append(msgspec.json.decode(line, type=Changed))
-    return found
+    return list(LineReader(run_dir.changes).decoded(msgspec.json.Decoder(Changed)))
 
 
 def first_step(run_dir: RunDir) -> int:

@@ -12,9 +12,9 @@ from rl.run_dir.files import move, write_file
 from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.system import faults
 
+PENDING_LOG = "pending.log"
 PENDING_ROLLOUTS = "pending.jsonl"
-"""File of the rollouts that no batch has settled yet: its lines later move to the file of a
-step."""
+"""File in which earlier versions of rl copied waiting rollouts as text."""
 
 
 def numbers(directory: Path, suffix: str = "") -> list[int]:
@@ -83,10 +83,8 @@ class RunDir:
         """Event files, made from metrics.jsonl."""
         self.curves = root / "curves.png"
         self.batches = root / "batches"
-        self.pending = self.batches / "pending.log"
+        self.pending = self.batches / PENDING_LOG
         self.rollouts_dir = root / "rollouts"
-        self.pending_rollouts = self.rollouts_dir / PENDING_ROLLOUTS
-        """The content of pending.log in readable form."""
         self.checkpoints = root / "checkpoints"
         self.digests_dir = root / "digests"
         self.tokens_dir = root / "tokens"
@@ -251,14 +249,6 @@ class RunDir:
                 shutil.copy2(self.pending, waiting)
             else:
                 later.insert(0, (self.pending, waiting))
-                if self.pending_rollouts.exists():
-                    later.insert(
-                        1,
-                        (
-                            self.pending_rollouts,
-                            away / self.rollouts_dir.name / self.pending_rollouts.name,
-                        ),
-                    )
         for path, target in later:
             faults.point("discard.move")
             move(path, target)

@@ -1,7 +1,6 @@
 """Decides which numbered entries of a run stay on disk: one rule for batches, rollouts,
 checkpoints and policy versions."""
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -27,16 +26,11 @@ class Retention:
         keep_every: int | None,
     ):
         """`suffixes`: suffixes of the files or directories that make up one entry."""
-        self.directory, self.suffixes, self.keep_last, self.keep_every = (
-            directory,
-            suffixes,
-            keep_last,
-            keep_every,
-        )
-        self.newest: list[int] | None = None
-        """Numbers of the newest entries, ascending; None before the directory was listed."""
-        self.old: list[int] = []
-        """Earlier entries that stay only while they are needed, ascending."""
+        self.directory, self.suffixes = directory, suffixes
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.known: set[int] | None = None
+        """Numbers of the entries, but for older ones that stay for ever; None before the directory
+        was listed."""
         self.continues: Callable[[int], bool] = lambda number: False
         """Whether there is an entry `number` that is of no use without the one before."""
 
@@ -47,25 +41,16 @@ class Retention:
         and all from `needed_from` on."""
         if self.keep_last is None:
             return
-        if self.newest is None:
-            self.newest = []
-            for number in sorted(
-                {number for suffix in self.suffixes for number in numbers(self.directory, suffix)}
-            ):
-                self._add(number, self.newest, self.keep_last)
-        self._add(added, self.newest, self.keep_last)
-        end = bisect_left(self.old, needed_from)
-        for index in reversed(range(end)):
-            if self.old[index] not in needed and not self.continues(self.old[index] + 1):
-                self._delete(self.old.pop(index))
-
-    def _add(self, number: int, newest: list[int], keep_last: int) -> None:
-        if number not in newest:
-            insort(newest, number)
-        while len(newest) > keep_last:
-            oldest = newest.pop(0)
-            if not (self.keep_every and oldest % self.keep_every == 0) and oldest not in self.old:
-                insort(self.old, oldest)
+        if self.known is None:
+            listed = [numbers(self.directory, suffix) for suffix in self.suffixes]
+            self.known = set().union(*listed)
+        self.known.add(added)
+        for number in sorted(self.known, reverse=True)[self.keep_last :]:
+            if self.keep_every and number % self.keep_every == 0:
+                self.known.remove(number)
+            elif not (number in needed or number >= needed_from or self.continues(number + 1)):
+                self.known.remove(number)
+                self._delete(number)
 
     def _delete(self, number: int) -> None:
         for suffix in self.suffixes:

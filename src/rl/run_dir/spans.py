@@ -16,9 +16,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -29,6 +29,8 @@ FLUSHES = 4
 """Flushes per heartbeat interval of two seconds: one takes 16 microseconds with eight spans."""
 LATEST = 1e11
 """Seconds since the epoch, some thousand years from now; a later time means damage."""
+Time = Annotated[float, msgspec.Meta(gt=0, lt=LATEST)]
+"""A time in a file, seconds since the epoch."""
 MAX_WAITING = 10_000
 """Maximum lines in memory; more are dropped, for example when the disk does not respond."""
 JOIN_S = 0.1
@@ -76,24 +78,23 @@ Line = Start | Span | Gauges
 DECODER = msgspec.json.Decoder(Line)
 
 
-class Recorder:
+class SpanLog:
     """Records the spans of a process. Thread-safe."""
 
     def __init__(self, path: Path, process: str):
         self.path = path
         self.lock, self.writing = threading.Lock(), threading.Lock()
-        here = {
-            "process": process,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "place": pid_scope(),
-        }
-        self.start = Start(**here, time=time.time(), monotonic=time.monotonic())
-        self.begun = False
+        self.start = Start(
+            process=process,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            place=pid_scope(),
+            time=time.time(),
+            monotonic=time.monotonic(),
+        )
+        self.has_start = False
         """Whether this start has been written to the file."""
         self.waiting: list[Line] = []
-        self.size: int | None = None
-        """Size of the file in bytes; None before it was checked."""
 
     def add(self, line: Line) -> None:
         with self.lock:
@@ -107,18 +108,23 @@ class Recorder:
                 lines, self.waiting = self.waiting, []
             if not lines:
                 return
-            data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.size is None:
-                self.size = self.path.stat().st_size if self.path.exists() else 0
-            if self.size and self.size + len(data) > MAX_BYTES:
-                self.path.replace(old(self.path))
-                self.begun, self.size = False, 0
-            if not self.begun:
-                data = msgspec.json.encode(self.start) + b"\n" + data
-            with self.path.open("ab", buffering=0) as file:
-                self.size += file.write(data)
-                self.begun = True
+            data = encoded(lines)
+            with contextlib.suppress(FileNotFoundError):
+                if self.path.stat().st_size + len(data) > MAX_BYTES:
+                    self.path.replace(old(self.path))
+                    self.has_start = False
+            append(self.path, data if self.has_start else encoded([self.start]) + data)
+            self.has_start = True
+
+
+def encoded(lines: Sequence[Line]) -> bytes:
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+def append(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(data)
 
 
 def old(path: Path) -> Path:
@@ -126,45 +132,34 @@ def old(path: Path) -> Path:
     return path.with_name(f"{path.name}.old")
 
 
-def is_time(seconds: float | None) -> bool:
-    """Returns whether a time from a file, seconds since the epoch, is plausible or None."""
-    return seconds is None or 0 < seconds < LATEST
+def is_time(seconds: float) -> bool:
+    """Returns whether a time from a file, seconds since the epoch, is plausible."""
+    return 0 < seconds < LATEST
 
 
-def note_last(path: Path, start: Start, last: Span) -> None:
-    """Appends the last span of a dead process, which it could not record itself. OSErrors are
-    ignored. `start` has the clock of `last`."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in (start, last)))
-
-
-recorder: Recorder | None = None
+recorder: SpanLog | None = None
 """The recorder of this process; None: nothing is recorded."""
 
 
 def start(folder: Path, process: str) -> None:
     """Begins to record the spans of this process in a file in `folder`."""
     global recorder
-    recorder = Recorder(folder / f"{process}.jsonl", process)
+    recorder = SpanLog(folder / f"{process}.jsonl", process)
 
 
 def stop() -> None:
     """Writes the remaining spans and stops recording."""
     global recorder
-    for one in tuple(busy):
-        one.settle(0.0)
-    flush()
+    flush(0.0)
     recorder = None
 
 
-def flush() -> None:
-    """Writes the waiting lines. To be called from a thread or loop that runs periodically
-    anyway."""
+def flush(part_s: float = PART_S) -> None:
+    """Writes the waiting lines, and work so far that takes longer than `part_s` seconds. To be
+    called from a thread or loop that runs periodically anyway."""
     if recorder:
-        for one in tuple(busy):
-            one.settle()
+        for work in tuple(busy):
+            work.settle(part_s)
         recorder.flush()
 
 
@@ -173,16 +168,8 @@ def note(
 ) -> None:
     """Records a span from `begin` to `end` (time.monotonic)."""
     if recorder:
-        recorder.add(
-            Span(
-                name=name,
-                begin=round(begin, 6),
-                end=round(end, 6),
-                lane=lane,
-                step=step,
-                about=about,
-            )
-        )
+        begin, end = round(begin, 6), round(end, 6)
+        recorder.add(Span(name=name, begin=begin, end=end, lane=lane, step=step, about=about))
 
 
 @contextlib.contextmanager
@@ -227,7 +214,7 @@ class Busy:
                 self.count -= 1
                 self.end = time.monotonic()
 
-    def settle(self, part_s: float = PART_S) -> None:
+    def settle(self, part_s: float) -> None:
         """Records finished work, and running work so far if that is longer than `part_s`
         seconds."""
         with self.lock:

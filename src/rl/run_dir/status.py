@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rl.run_dir import spans
-from rl.run_dir.files import clean_leftovers, temporary_name
+from rl.run_dir.files import UNREADABLE, clean_leftovers, temporary_name
 from rl.run_dir.logs import last_lines, newest_log
 from rl.system import faults
 from rl.system.linux import is_alive, own_start, pid_scope
@@ -38,9 +38,7 @@ MACHINE_LEASE = "RL_MACHINE_LEASE"
 """Environment variable with the lease of this machine of a cluster, as a path in status/."""
 PHASE_LANE = "phase"
 """Lane of the phases of a process among its spans."""
-UNREADABLE = (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Exceptions raised when reading a missing or damaged JSON file; the last one by excessive
-nesting."""
+Time = spans.Time
 
 
 Awaited = Literal["inference", "orchestrator", "trainer", "ranks", "teacher", "environments"]
@@ -109,8 +107,10 @@ TRAINER_STEPS = frozenset(
         Phase.VALIDATING,
         Phase.PUBLISHING,
         Phase.ANNOUNCING_VERSION,
+        Phase.COPYING_STATE,
+        Phase.CHECKPOINTING,
+        Phase.WRITING_TOKEN_LOG,
     }
-    | {Phase.COPYING_STATE, Phase.CHECKPOINTING, Phase.WRITING_TOKEN_LOG}
 )
 """Phases of a running trainer: the parts of its steps."""
 
@@ -146,19 +146,19 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     start_ticks: str = ""
     """Start of the process in clock ticks since boot: another process that reuses its pid has
     another start."""
-    started: float | None = None
+    started: Time | None = None
     phase: Phase | None = None
     step: int | None = None
     """Step, batch or policy version that the phase is about."""
     waiting_for: Awaited | None = None
     detail: str = ""
     """Text for people. Nothing depends on it."""
-    since: float | None = None
+    since: Time | None = None
     """Time at which this phase began for this step."""
-    heartbeat: float | None = None
+    heartbeat: Time | None = None
     progress: int | None = None
     """Counts units of work that show progress: micro batches, rollouts, tokens."""
-    progressed: float | None = None
+    progressed: Time | None = None
     """Time at which `progress` last grew."""
     address: str | None = None
     max_steps: int | None = None
@@ -190,7 +190,6 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
 FIELDS = {field.name: field.type for field in msgspec.structs.fields(RoleStatus)}
 """Once, because resolving the types takes longer than all else in `read_status`, which reads
 hundreds of files a second."""
-TIMES = ("started", "since", "heartbeat", "progressed")
 
 
 def describe(status: RoleStatus | None) -> str:
@@ -198,12 +197,10 @@ def describe(status: RoleStatus | None) -> str:
     if status is None or status.phase is None:
         return "in an unknown phase"
     template = status.phase.sentence
-    sentence = template.format(
-        step="?" if status.step is None else status.step, detail=status.detail or "?"
-    )
-    return (
-        f"{sentence}: {status.detail}" if status.detail and "{detail}" not in template else sentence
-    )
+    step, detail = "?" if status.step is None else status.step, status.detail
+    if "{detail}" in template or not detail:
+        return template.format(step=step, detail=detail or "?")
+    return f"{template.format(step=step)}: {detail}"
 
 
 class Status:
@@ -221,12 +218,9 @@ class Status:
             place=pid_scope(),
             start_ticks=own_start(),
         )
-        self.stopped, self.writing, self.changing = (
-            threading.Event(),
-            threading.Lock(),
-            threading.Lock(),
-        )
-        self.progress, self.progressed = 0, (0, time.time())
+        self.stopped = threading.Event()
+        self.changing, self.writing = threading.Lock(), threading.Lock()
+        self.progress, self.seen = 0, (0, time.time())
         """The current count; and (count, time) when it was last seen to grow."""
         self.writes_at_once = True
         """Whether `enter` writes, or leaves it to the next heartbeat: for an event loop, which
@@ -246,23 +240,30 @@ class Status:
             if (phase, step) != (self.current.phase, self.current.step):
                 fields["since"] = time.time()
                 self._note_phase()
-            now = {"phase": phase, "step": step, "waiting_for": phase.waits_for, "detail": detail}
-            self.current = msgspec.structs.replace(self.current, **now, **fields)
+            self.current = msgspec.structs.replace(
+                self.current,
+                phase=phase,
+                step=step,
+                waiting_for=phase.waits_for,
+                detail=detail,
+                **fields,
+            )
         if self.writes_at_once:
             self._write()
 
     def warn(self, warning: RunWarning) -> None:
         """Publishes a warning for `rl` to print. Repetitions are dropped: the same kind about an
         environment, or the same text."""
+
+        def key(warning: RunWarning) -> tuple[str, str]:
+            return warning.about, warning.env or warning.text
+
+        warning = msgspec.structs.replace(warning, text=clip(warning.text, MAX_WARNING))
         with self.changing:
-            said = self.current.warnings
-            warning = msgspec.structs.replace(warning, text=clip(warning.text, MAX_WARNING))
-            if any(
-                (one.about, one.env or one.text) == (warning.about, warning.env or warning.text)
-                for one in said
-            ):
+            warnings = self.current.warnings
+            if key(warning) in map(key, warnings):
                 return
-            self.current = msgspec.structs.replace(self.current, warnings=[*said, warning])
+            self.current = msgspec.structs.replace(self.current, warnings=[*warnings, warning])
         self._write()
 
     def advance(self, count: int = 1) -> None:
@@ -294,20 +295,18 @@ class Status:
     def _is_fenced(self) -> bool:
         """Returns whether this machine of a cluster was declared lost: its processes write
         nothing any more. Looks once a heartbeat."""
-        if MACHINE_LEASE in os.environ and time.monotonic() >= self.looked + HEARTBEAT_S:
-            self.fenced, self.looked = (
-                is_over(self.path.parent / os.environ[MACHINE_LEASE]),
-                time.monotonic(),
-            )
+        now = time.monotonic()
+        if MACHINE_LEASE in os.environ and now >= self.looked + HEARTBEAT_S:
+            self.looked = now
+            self.fenced = is_over(self.path.parent / os.environ[MACHINE_LEASE])
         return self.fenced
 
     def _note_phase(self) -> None:
         """Records the span of the phase that ends, unless this machine was declared lost."""
-        before, self.entered = self.entered, time.monotonic()
-        if self.current.phase and not self.fenced:
-            spans.note(
-                self.current.phase.value, before, self.entered, PHASE_LANE, self.current.step
-            )
+        begin, self.entered = self.entered, time.monotonic()
+        phase, step = self.current.phase, self.current.step
+        if phase and not self.fenced:
+            spans.note(phase.value, begin, self.entered, PHASE_LANE, step)
 
     def _beat(self) -> None:
         for count in itertools.count(1):
@@ -324,22 +323,23 @@ class Status:
             if self.stopped.is_set() or self._is_fenced():
                 return
             now = time.time()
-            if self.progress != self.progressed[0]:
-                self.progressed = (self.progress, now)
-            counted = {
-                "progress": self.progress,
-                "progressed": self.progressed[1],
-                "heartbeat": now,
-            }
-            write_status(self.path, msgspec.structs.replace(self.current, **counted, **self.gauges))
+            if self.progress != self.seen[0]:
+                self.seen = self.progress, now
+            progress, progressed = self.seen
+            counts = self.gauges | {"progress": progress}
+            write_status(
+                self.path,
+                msgspec.structs.replace(
+                    self.current, heartbeat=now, progressed=progressed, **counts
+                ),
+            )
 
 
 def reachable(host: str) -> str:
     """Returns the name at which others reach a socket bound to `host`: for a wildcard that of
     the machine, which `rl node` knows better."""
-    return (
-        os.environ.get(NODE_ADDRESS) or socket.gethostname() if host in ("0.0.0.0", "::") else host
-    )
+    is_wildcard = host in ("0.0.0.0", "::")
+    return (os.environ.get(NODE_ADDRESS) or socket.gethostname()) if is_wildcard else host
 
 
 def write_status(path: Path, status: RoleStatus) -> None:
@@ -358,20 +358,22 @@ def is_over(lease: Path) -> bool:
     # cache
     try:
         return not lease.read_bytes()
-    except OSError as error:
-        return isinstance(error, FileNotFoundError)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def read_json(path: Path, kind: type[T]) -> T | None:
     """Reads a JSON file; None if it is missing, damaged, too large, or from an incompatible
     version of rl."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_JSON_BYTES:
-            return None
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except UNREADABLE:
-        return None
+        status = path.stat()
+        if stat.S_ISREG(status.st_mode) and status.st_size <= MAX_JSON_BYTES:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, *UNREADABLE):
+        pass
+    return None
 
 
 def read_status(path: Path) -> RoleStatus | None:
@@ -380,18 +382,11 @@ def read_status(path: Path) -> RoleStatus | None:
     content = read_json(path, dict[str, Any])
     if content is None:
         return None
-    found = {}
-    for name, kind in FIELDS.items():
-        if name in content:
-            with contextlib.suppress(msgspec.ValidationError):
-                found[name] = msgspec.convert(content[name], kind)
-    return RoleStatus(
-        **{
-            name: value
-            for name, value in found.items()
-            if name not in TIMES or spans.is_time(value)
-        }
-    )
+    valid = {}
+    for name in FIELDS.keys() & content:
+        with contextlib.suppress(msgspec.ValidationError):
+            valid[name] = msgspec.convert(content[name], FIELDS[name])
+    return RoleStatus(**valid)
 
 
 def archive_status(path: Path, folder: Path) -> None:
@@ -399,20 +394,26 @@ def archive_status(path: Path, folder: Path) -> None:
     heartbeat, among its spans in `folder`."""
     status = read_status(path)
     path.unlink(missing_ok=True)
-    if status and status.phase and status.since is not None and status.heartbeat is not None:
-        now, end = time.time(), max(status.since, status.heartbeat)
-        clock = spans.Start(
-            process=path.stem,
-            pid=status.pid or 0,
-            host=status.host,
-            place=status.place,
-            time=now,
-            monotonic=now,
-        )
-        last = spans.Span(
-            name=status.phase.value, begin=status.since, end=end, lane=PHASE_LANE, step=status.step
-        )
-        spans.note_last(folder / f"{path.stem}.jsonl", clock, last)
+    if not (status and status.phase and status.since and status.heartbeat):
+        return
+    now = time.time()
+    clock = spans.Start(
+        process=path.stem,
+        pid=status.pid or 0,
+        host=status.host,
+        place=status.place,
+        time=now,
+        monotonic=now,
+    )
+    last = spans.Span(
+        name=status.phase.value,
+        begin=status.since,
+        end=max(status.since, status.heartbeat),
+        lane=PHASE_LANE,
+        step=status.step,
+    )
+    with contextlib.suppress(OSError):
+        spans.append(folder / f"{path.stem}.jsonl", spans.encoded([clock, last]))
 
 
 class Staleness:
@@ -468,22 +469,17 @@ LOG_LINES = 6
 def last_seen(status_path: Path) -> str:
     """Describes what a process last reported, for timeout errors: its heartbeat, its phase, the
     end of its log."""
-    status = read_status(status_path)
-    if status is None:
-        text = "it has no status file: it has not started, or has ended"
-    else:
-        now = time.time()
-        heartbeat, since = (now if at is None else at for at in (status.heartbeat, status.since))
-        text = f"last heartbeat {now - heartbeat:.0f} s ago: {describe(status)}"
-        if now - since >= 1:
-            text += f" for {now - since:.0f} s"
+    status, now = read_status(status_path), time.time()
+    text = "it has no status file: it has not started, or has ended"
+    if status:
+        text = f"last heartbeat {now - (status.heartbeat or now):.0f} s ago: {describe(status)}"
+        if (since_s := now - (status.since or now)) >= 1:
+            text += f" for {since_s:.0f} s"
     log = newest_log(status_path.parent.parent / "logs", status_path.stem)
-    if log is None:
-        return text
-    lines = last_lines(log, LOG_LINES)
-    return "\n".join(
-        [f"{text}; the end of {log}:", *(f"  | {line}" for line in lines or ["(empty)"])]
-    )
+    if log:
+        lines = last_lines(log, LOG_LINES) or ["(empty)"]
+        text = "\n  | ".join([f"{text}; the end of {log}:", *lines])
+    return text
 
 
 EndKind = Literal["done", "early", "doubtful"]

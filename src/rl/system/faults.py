@@ -23,7 +23,7 @@ from pathlib import Path
 
 KINDS = {"batches": "batch", "checkpoints": "checkpoint", "evals": "eval"}
 """Directory -> kind of its entries, if the two names differ."""
-NAMES = {"pending.jsonl": "waiting", "metrics.jsonl": "merged"}
+NAMES = {"metrics.jsonl": "merged"}
 """File -> its kind, if that differs from its name without the suffix."""
 
 

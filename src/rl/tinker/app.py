@@ -1,25 +1,27 @@
-"""The routes of the Tinker API, as the SDK 0.38 and the cookbook 0.6.1 call them."""
+"""The routes of the Tinker API, as the SDK 0.38 and the cookbook 0.6.1 call them: sessions,
+training, sampling, and addresses of files. What has been made: listing.py."""
 
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+from urllib.parse import quote
 
 import msgspec
 from google.protobuf.message import DecodeError
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from rl.run_dir.files import CorruptFileError
-from rl.tinker.downloads import Downloads
-from rl.tinker.gate import DOWNLOADS
-from rl.tinker.listing import Listing
-from rl.tinker.log import Answer
+from rl.run_dir.checksums import DIGESTS
+from rl.run_dir.files import UNREADABLE, CorruptFileError
+from rl.tinker.codec import MESSAGE
+from rl.tinker.http import DOWNLOADS, JSON, problem, reply, signature
+from rl.tinker.listing import Listing, when
+from rl.tinker.log import CallAnswer
 from rl.tinker.openai import OpenAi
-from rl.tinker.places import EXTERNAL, MODEL_ID, Places, write_json
-from rl.tinker.proto import MESSAGE
-from rl.tinker.replies import answered, future, problem, reply, try_again
 from rl.tinker.requests import (
     CreateModel,
     CreateSamplingSession,
@@ -29,15 +31,19 @@ from rl.tinker.requests import (
     Retrieve,
     Sample,
     WithSeq,
+    decode,
 )
-from rl.tinker.sampling import MOST_WAITING, Sampling
-from rl.tinker.training import Training, decode
-from rl.wire.messages import UNREADABLE
+from rl.tinker.sampling import MOST_WAITING, SamplingSessions
+from rl.tinker.storage import EXTERNAL, MODEL_ID, NOT_FOUND, Storage, tinker_path, write_json
+from rl.tinker.training import Training
 from rl.wire.training_calls import CallError
 
 POLL_S = 30.0
 """How long a question for an answer waits; the SDK gives up after 45 s."""
+SIGNED_S = 3600
+"""How long an address of a file can be used."""
 HEAD_GAP = "its adapters are of all linear layers but the head (train_unembed has no effect)"
+PROTOBUF = "application/x-protobuf"
 NOT_HERE = {
     "audit": "audit log",
     "billing": "billing",
@@ -51,254 +57,242 @@ NOT_HERE = {
 }
 """The last part of a path that belongs to the public service alone, or the first after /api/v1
 -> what this server does not have."""
+CONSTANT: dict[str, Any] = {
+    "client/config": dict.fromkeys(
+        ("pjwt_auth_enabled", "proto_compress_fwdbwd", "use_pyqwest_transport"), False
+    ),
+    "session_heartbeat": {"type": "session_heartbeat"},
+    "telemetry": {"status": "accepted"},
+}
+"""What is answered to any request. Of telemetry, what the SDK tells its makers, nothing is kept."""
+TRAINING_CALLS = (
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+)
+"""Their bodies are read when they are executed, and then refused if they are wrong: the calls after
+them must not wait for a number that never comes."""
 
 
-class Api:
-    """The endpoints."""
+class TinkerApi:
+    """The calls of a client: each gets the request and what its body asks, and returns what is
+    answered."""
 
-    def __init__(self, training: Training, sampling: Sampling, places: Places):
-        self.training, self.sampling, self.places = training, sampling, places
-        self.name, self.model = training.name, training.config.model
+    def __init__(
+        self, training: Training, sampling: SamplingSessions, storage: Storage, secret: str
+    ):
+        """`secret`: what addresses of files are signed with."""
+        self.training, self.sampling, self.storage = training, sampling, storage
+        self.name, self.model, self.secret = training.name, training.config.model, secret
 
     # Sessions -------------------------------------------------------------------------------------
 
-    async def client_config(self, request: Request) -> Response:
-        return reply(
-            {
-                "pjwt_auth_enabled": False,
-                "proto_compress_fwdbwd": False,
-                "use_pyqwest_transport": False,
-            }
-        )
+    async def capabilities(self, request: Request) -> Any:
+        model = {"model_name": self.name, "max_context_length": self.model.max_model_len}
+        return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
-    async def capabilities(self, request: Request) -> Response:
-        known = {
-            "model_name": self.name,
-            "max_context_length": self.model.max_model_len,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return reply({"supported_models": [known]})
-
-    async def create_session(self, request: Request) -> Response:
-        asked = decode(await request.body(), CreateSession)
+    async def create_session(self, request: Request, asked: CreateSession) -> Any:
         session_id = secrets.token_hex(8)
-        write_json(
-            self.places.session(session_id), {"time": time.time(), **msgspec.to_builtins(asked)}
-        )
-        return reply(
-            {
-                "session_id": session_id,
-                "type": "create_session",
-                "info_message": f"rl serves {self.name}; {HEAD_GAP}",
-            }
-        )
+        content = {"time": time.time(), **msgspec.to_builtins(asked)}
+        write_json(self.storage.session(session_id), content)
+        return {
+            "session_id": session_id,
+            "type": "create_session",
+            "info_message": f"rl serves {self.name}; {HEAD_GAP}",
+        }
 
-    async def heartbeat(self, request: Request) -> Response:
-        return reply({"type": "session_heartbeat"})
-
-    async def telemetry(self, request: Request) -> Response:
-        """Takes what the SDK tells its makers, and keeps nothing."""
-        return reply({"status": "accepted"})
-
-    async def finish(self, request: Request) -> Response:
+    async def finish(self, request: Request) -> Any:
         """Frees the memory of a session's models. They are loaded again if they are asked for
         after all."""
         await self.training.unload(f"{request.path_params['session_id']}:")
-        return reply({})
+        return {}
 
     # Training -------------------------------------------------------------------------------------
 
-    async def create_model(self, request: Request) -> Response:
-        body = await request.body()
-        asked = decode(body, CreateModel)
-        return await self._new(asked.session_id, asked.model_seq_id, "create_model", body)
+    async def create_model(self, request: Request, asked: CreateModel) -> Any:
+        return await self._new(request, "create_model", asked.session_id, asked.model_seq_id)
 
-    async def load_weights(self, request: Request) -> Response:
-        body = await request.body()
-        asked = decode(body, LoadWeights)
+    async def load_weights(self, request: Request, asked: LoadWeights) -> Any:
         if asked.session_id is not None and asked.model_seq_id is not None:
-            return await self._new(asked.session_id, asked.model_seq_id, "load_weights", body)
+            return await self._new(request, "load_weights", asked.session_id, asked.model_seq_id)
         if asked.model_id is None or asked.seq_id is None:
             raise CallError(
                 "load_weights needs model_id and seq_id, or session_id and model_seq_id"
             )
-        return await self._add(asked.model_id, asked.seq_id, "load_weights", body)
+        return await self._add(request, "load_weights", asked.model_id, asked.seq_id)
 
-    async def _new(self, session_id: str, number: int, kind: str, body: bytes) -> Response:
-        if not self.places.session(session_id).is_file():
+    async def _new(self, request: Request, kind: str, session_id: str, number: int) -> Any:
+        if not self.storage.session(session_id).is_file():
             raise KeyError(f"session {session_id} does not exist on this server")
-        return await self._add(f"{session_id}:train:{number}", 0, kind, body)
+        return await self._add(request, kind, f"{session_id}:train:{number}", 0)
 
-    async def _add(self, model_id: str, number: int, kind: str, body: bytes) -> Response:
-        await self.training.add(model_id, number, kind, body)
-        return future(f"{model_id}/{number}", model_id=model_id)
+    async def _add(self, request: Request, kind: str, model_id: str, number: int) -> Any:
+        await self.training.add(model_id, number, kind, await request.body())
+        return {"request_id": f"{model_id}/{number}", "model_id": model_id}
 
-    def training_call(self, kind: str) -> Callable[[Request], Awaitable[Response]]:
-        """Returns the endpoint of a call whose body is read when it is executed, and then
-        refused if it is wrong: the calls after it must not wait for a number that never comes."""
+    async def training_call(self, request: Request) -> Any:
+        kind, body = request.url.path.rpartition("/")[2], await request.body()
+        if kind == "forward_backward":
+            asked = MESSAGE["ForwardBackwardRequest"].FromString(body)
+        else:
+            asked = decode(body, WithSeq)
+        if asked.seq_id < 1:
+            raise CallError(f"seq_id = {asked.seq_id}: the calls of a model are numbered from 1")
+        return await self._add(request, kind, asked.model_id, asked.seq_id)
 
-        async def endpoint(request: Request) -> Response:
-            body = await request.body()
-            where = (
-                MESSAGE["ForwardBackwardRequest"].FromString(body)
-                if kind == "forward_backward"
-                else decode(body, WithSeq)
-            )
-            if where.seq_id < 1:
-                raise CallError(
-                    f"seq_id = {where.seq_id}: the calls of a model are numbered from 1"
-                )
-            return await self._add(where.model_id, where.seq_id, kind, body)
-
-        return endpoint
-
-    async def get_info(self, request: Request) -> Response:
-        model = self.training.find(decode(await request.body(), GetInfo).model_id)
-        rank = model.settings.get("lora_rank")
-        # by which the SDK loads the tokenizer
-        data = {"arch": "lora", "model_name": self.model.name, "tokenizer_id": self.model.name}
-        return reply(
-            {
-                "type": "get_info",
-                "model_data": data,
-                "model_id": model.id,
-                "is_lora": True,
-                "lora_rank": rank,
-                "model_name": self.name,
-            }
-        )
+    async def get_info(self, request: Request, asked: GetInfo) -> Any:
+        model, name = self.training.find(asked.model_id), self.model.name
+        return {
+            "type": "get_info",
+            # by which the SDK loads the tokenizer
+            "model_data": {"arch": "lora", "model_name": name, "tokenizer_id": name},
+            "model_id": model.id,
+            "is_lora": True,
+            "lora_rank": model.settings.get("lora_rank"),
+            "model_name": self.name,
+        }
 
     # Sampling -------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, request: Request) -> Response:
-        asked = decode(await request.body(), CreateSamplingSession)
+    async def create_sampling_session(self, request: Request, asked: CreateSamplingSession) -> Any:
         sampling_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         await self.sampling.create(sampling_id, self.sampling.asked(asked))
-        return reply({"type": "create_sampling_session", "sampling_session_id": sampling_id})
+        return {"type": "create_sampling_session", "sampling_session_id": sampling_id}
 
-    async def asample(self, request: Request) -> Response:
-        body = await request.body()
-        asked = decode(body, Sample)
+    async def asample(self, request: Request, asked: Sample) -> Any:
         if self.sampling.waiting > MOST_WAITING:
             return problem(429, f"more than {MOST_WAITING} requests are waiting")
-        await self.sampling.add(asked, body)
+        await self.sampling.add(asked, await request.body())
         request_id = f"{asked.sampling_session_id}/{asked.seq_id + 1}"
-        return future(
-            request_id,
-            sample_sequence_ids=[f"{request_id}/{index}" for index in range(asked.num_samples)],
-        )
+        ids = [f"{request_id}/{index}" for index in range(asked.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def retrieve(self, request: Request) -> Response:
-        asked = decode(await request.body(), Retrieve)
+    async def retrieve(self, request: Request, asked: Retrieve) -> Any:
+        """Returns the answer to a call; that of a failed one becomes the SDK's
+        RequestFailedError."""
         owner, _, number = asked.request_id.partition("/")
         if not number.isdecimal():
             raise KeyError(f"request {asked.request_id} does not exist on this server")
-        if not MODEL_ID.fullmatch(owner):
+        if MODEL_ID.fullmatch(owner):
+            answer = await self.training.answer(owner, int(number), POLL_S)
+        else:
             try:
                 answer = await self.sampling.answer(owner, int(number), POLL_S)
             except KeyError as error:
                 return problem(410, str(error.args[0]))  # the SDK sends the request again
-            return answered(answer) if answer else try_again(asked.request_id)
-        answer = await self.training.answer(owner, int(number), POLL_S)
         if answer is None:
-            return try_again(asked.request_id)
+            waiting = {"type": "try_again", "queue_state": "active"}
+            return reply(waiting | {"request_id": asked.request_id}, 408)
         await self._make_session(owner, answer)
-        return answered(answer)
+        return Response(answer.body, media_type=JSON if answer.is_json else PROTOBUF)
 
-    async def _make_session(self, model_id: str, answer: Answer) -> None:
+    async def _make_session(self, model_id: str, answer: CallAnswer) -> None:
         """Makes the sampling session that an answer names, before the client gets it."""
         fields = msgspec.json.decode(answer.body) if answer.is_json else {}
         if fields.get("type") == "save_weights_for_sampler" and "sampling_session_id" in fields:
-            await self.sampling.create(
-                fields["sampling_session_id"],
-                self.sampling.target(model_id, fields["policy_version"]),
-            )
+            target = self.sampling.target(model_id, fields["policy_version"])
+            await self.sampling.create(fields["sampling_session_id"], target)
 
-    async def missing(self, request: Request) -> Response:
-        """What is not here: the public service has it, or it does not exist."""
-        parts = request.url.path.strip("/").split("/")
-        what = NOT_HERE.get(parts[-1]) or (NOT_HERE.get(parts[2]) if len(parts) > 2 else None)
-        return (
-            problem(403, f"this server has no {what}")
-            if what
-            else problem(404, f"{request.method} {request.url.path}: no such request")
-        )
+    # Files ----------------------------------------------------------------------------------------
+
+    def _files(self, request: Request) -> dict[str, Path]:
+        """Returns the files of a named adapter, which are read at addresses that are signed for a
+        while. Raises KeyError."""
+        name = (request.path_params["model_id"], EXTERNAL, request.path_params["name"])
+        if self.storage.read_saved(name) is None:
+            raise KeyError(f"{tinker_path(name)} {NOT_FOUND}")
+        paths = sorted(self.storage.saved(name).iterdir())
+        return {path.name: path for path in paths if path.name != DIGESTS}
+
+    async def addresses(self, request: Request) -> Any:
+        expires, base = int(time.time()) + SIGNED_S, str(request.base_url).rstrip("/")
+        folder = f"{DOWNLOADS}{request.path_params['model_id']}/{request.path_params['name']}"
+        urls = {}
+        for name in self._files(request):
+            path = f"{folder}/{name}"
+            signed = signature(self.secret, path, expires)
+            urls[name] = f"{base}{quote(path)}?expires={expires}&signature={signed}"
+        return {"urls": urls, "expires": when(expires)}
+
+    async def file(self, request: Request) -> Any:
+        files, name = self._files(request), request.path_params["file"]
+        if name not in files:
+            raise KeyError(f"there is no file {name}, only {', '.join(files)}")
+        return FileResponse(files[name])
 
 
-def guarded(
-    endpoint: Callable[[Request], Awaitable[Response]],
-) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the endpoint with its errors as answers."""
+async def constant(request: Request) -> Any:
+    return CONSTANT[request.url.path.removeprefix("/api/v1/")]
+
+
+async def missing(request: Request) -> Response:
+    """What is not here: the public service has it, or it does not exist."""
+    words = request.url.path.strip("/").split("/")
+    feature = NOT_HERE.get(words[-1]) or NOT_HERE.get("".join(words[2:3]))
+    if feature:
+        return problem(403, f"this server has no {feature}")
+    return problem(404, f"{request.method} {request.url.path}: no such request")
+
+
+def endpoint(call: Callable[..., Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    """Returns the endpoint of a call, whose body is of the type of `asked`, with its errors as
+    answers."""
+    kind = get_type_hints(call).get("asked")
 
     async def answering(request: Request) -> Response:
         try:
-            return await endpoint(request)
+            asked = {"asked": decode(await request.body(), kind)} if kind else {}
+            content = await call(request, **asked)
         except KeyError as error:
             return problem(404, str(error.args[0]))
         except (CallError, CorruptFileError, DecodeError, *UNREADABLE) as error:
             return problem(400, str(error))
         except ClientDisconnect:
             return problem(400, "the client has gone")
+        return content if isinstance(content, Response) else reply(content)
 
     return answering
 
 
-def make_app(api: Api, listing: Listing, downloads: Downloads) -> Starlette:
-    calls = (
-        "forward_backward",
-        "optim_step",
-        "save_weights",
-        "save_weights_for_sampler",
-        "save_weights_external",
-    )
-    posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "client/config": api.client_config,
-        "create_session": api.create_session,
-        "session_heartbeat": api.heartbeat,
-        "telemetry": api.telemetry,
-        "sessions/{session_id}/finish": api.finish,
-        "create_model": api.create_model,
-        "load_weights": api.load_weights,
-        "get_info": api.get_info,
-        "create_sampling_session": api.create_sampling_session,
-        "asample": api.asample,
-        "retrieve_future": api.retrieve,
-        "weights_info": listing.weights_info,
-        **{kind: api.training_call(kind) for kind in calls},
+def make_app(api: TinkerApi) -> Starlette:
+    listing, openai = Listing(api.training, api.sampling, api.storage), OpenAi(api.sampling)
+    calls: dict[str, Any] = {
+        "POST create_session": api.create_session,
+        "POST sessions/{session_id}/finish": api.finish,
+        "POST create_model": api.create_model,
+        "POST load_weights": api.load_weights,
+        "POST get_info": api.get_info,
+        "POST create_sampling_session": api.create_sampling_session,
+        "POST asample": api.asample,
+        "POST retrieve_future": api.retrieve,
+        "POST weights_info": listing.weights_info,
+        "GET get_server_capabilities": api.capabilities,
+        "GET healthz": listing.health,
+        "GET training_runs": listing.runs,
+        "GET checkpoints": listing.checkpoints,
+        "GET sessions": listing.sessions,
+        "GET sessions/{session_id}": listing.session,
+        "GET samplers/{sampler_id}": listing.sampler,
+        "GET training_runs/{model_id}": listing.run,
+        "GET training_runs/{model_id}/checkpoints": listing.checkpoints,
+        "DELETE training_runs/{model_id}/checkpoints/{kind}/{name}": listing.delete,
+        "PUT training_runs/{model_id}/checkpoints/{kind}/{name}/ttl": listing.set_ttl,
+        f"GET training_runs/{{model_id}}/checkpoints/{EXTERNAL}/{{name}}/external_weights_urls": (
+            api.addresses
+        ),
+        f"GET {DOWNLOADS}{{model_id}}/{{name}}/{{file}}": api.file,
+        "POST /v1/chat/completions": openai.complete,
+        "POST /v1/completions": openai.complete,
+        "GET /v1/models": openai.models,
     }
-    gets = {
-        "get_server_capabilities": api.capabilities,
-        "healthz": listing.health,
-        "training_runs": listing.runs,
-        "training_runs/{model_id}": listing.run,
-        "training_runs/{model_id}/checkpoints": listing.checkpoints,
-        "checkpoints": listing.checkpoints,
-        "sessions": listing.sessions,
-        "sessions/{session_id}": listing.session,
-        "samplers/{sampler_id}": listing.sampler,
-    }
-    named = "/api/v1/training_runs/{model_id}/checkpoints/{kind}/{name}"
-    routes = [
-        Route(f"/api/v1/{path}", guarded(endpoint), methods=["POST"])
-        for path, endpoint in posts.items()
-    ]
-    routes += [Route(f"/api/v1/{path}", guarded(endpoint)) for path, endpoint in gets.items()]
-    files = {
-        f"/api/v1/training_runs/{{model_id}}/checkpoints/{EXTERNAL}"
-        "/{name}/external_weights_urls": downloads.addresses
-    }
-    files[f"{DOWNLOADS}{{model_id}}/{{name}}/{{file}}"] = downloads.file
-    routes += [Route(path, guarded(endpoint)) for path, endpoint in files.items()]
-    plain = OpenAi(api.sampling)
-    routes += [
-        Route(f"/v1/{path}", guarded(plain.complete), methods=["POST"])
-        for path in ("chat/completions", "completions")
-    ]
-    routes += [Route("/v1/models", guarded(plain.models))]
-    routes += [
-        Route(named, guarded(listing.delete), methods=["DELETE"]),
-        Route(f"{named}/ttl", guarded(listing.set_ttl), methods=["PUT"]),
-    ]
+    calls |= {f"POST {kind}": api.training_call for kind in TRAINING_CALLS}
+    calls |= {f"POST {path}": constant for path in CONSTANT}
+    routes = []
+    for key, call in calls.items():
+        method, path = key.split()
+        path = path if path.startswith("/") else f"/api/v1/{path}"
+        routes.append(Route(path, endpoint(call), methods=[method]))
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-    return Starlette(routes=[*routes, Route("/{rest:path}", api.missing, methods=every)])
+    return Starlette(routes=[*routes, Route("/{rest:path}", missing, methods=every)])

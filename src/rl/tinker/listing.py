@@ -8,13 +8,20 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 
-from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, Saved, new_saved, tinker_path
-from rl.tinker.replies import reply
-from rl.tinker.requests import GetWeightsInfo, Part, SetTtl
-from rl.tinker.sampling import Sampling
-from rl.tinker.training import Model, Training, decode
+from rl.tinker.requests import GetWeightsInfo, Page, SetTtl
+from rl.tinker.sampling import SamplingSessions
+from rl.tinker.storage import (
+    EXTERNAL,
+    SAMPLER,
+    TRAINING,
+    Name,
+    Saved,
+    Storage,
+    new_saved,
+    tinker_path,
+)
+from rl.tinker.training import Model, Training
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 
@@ -25,25 +32,20 @@ def when(seconds: float) -> str:
 
 def page(
     request: Request, name: str, rows: list[Any], show: Callable[[Any], Any] = lambda row: row
-) -> Response:
+) -> dict[str, Any]:
     """Returns a part of a list, as its request's `limit` and `offset` say. `show` makes what is
     shown of these rows alone."""
-    part = msgspec.convert(dict(request.query_params), Part, strict=False)
-    cursor = msgspec.to_builtins(part) | {"total_count": len(rows)}
-    return reply(
-        {
-            name: [show(row) for row in rows[part.offset : part.offset + part.limit]],
-            "cursor": cursor,
-        }
-    )
+    asked = msgspec.convert(dict(request.query_params), Page, strict=False)
+    shown = [show(row) for row in rows[asked.offset : asked.offset + asked.limit]]
+    return {name: shown, "cursor": msgspec.to_builtins(asked) | {"total_count": len(rows)}}
 
 
-def checkpoint(model_id: str, kind: str, name: str, saved: Saved) -> dict[str, Any]:
+def checkpoint(name: Name, saved: Saved) -> dict[str, Any]:
     return {
-        "checkpoint_id": f"{kind}/{name}",
-        "checkpoint_type": TYPES[kind],
+        "checkpoint_id": "/".join(name[1:]),
+        "checkpoint_type": TYPES[name[1]],
         "time": when(saved.time),
-        "tinker_path": tinker_path(model_id, kind, name),
+        "tinker_path": tinker_path(name),
         "user_metadata": saved.user_metadata,
         "expires_at": saved.expires and when(saved.expires),
     }
@@ -52,117 +54,105 @@ def checkpoint(model_id: str, kind: str, name: str, saved: Saved) -> dict[str, A
 class Listing:
     """The endpoints."""
 
-    def __init__(self, training: Training, sampling: Sampling, places: Places):
-        self.training, self.sampling, self.places = training, sampling, places
-
-    def _model(self, request: Request) -> Model:
-        return self.training.find(request.path_params["model_id"])
+    def __init__(self, training: Training, sampling: SamplingSessions, storage: Storage):
+        self.training, self.sampling, self.storage = training, sampling, storage
 
     def _run(self, model: Model) -> dict[str, Any]:
-        made, saved = model.settings, self._checkpoints(model)
-        newest = {
-            kind: next((one for one in saved if one["checkpoint_type"] == kind), None)
-            for kind in ("training", "sampler")
-        }
+        settings, newest = model.settings, dict[str, Any]()
+        for saved in self._checkpoints(model):
+            newest.setdefault(saved["checkpoint_type"], saved)
         return {
             "training_run_id": model.id,
             "base_model": self.training.name,
             "model_owner": "owner",
             "is_lora": True,
-            "lora_rank": made.get("lora_rank"),
+            "lora_rank": settings.get("lora_rank"),
             "last_request_time": when(model.used),
-            "last_checkpoint": newest["training"],
-            "last_sampler_checkpoint": newest["sampler"],
-            "user_metadata": made.get("user_metadata"),
+            "last_checkpoint": newest.get("training"),
+            "last_sampler_checkpoint": newest.get("sampler"),
+            "user_metadata": settings.get("user_metadata"),
         }
 
     def _checkpoints(self, model: Model) -> list[dict[str, Any]]:
-        return [checkpoint(model.id, *one) for one in self.places.all_saved(model.id)]
+        return [checkpoint(*pair) for pair in self.storage.all_saved(model.id)]
 
-    async def runs(self, request: Request) -> Response:
-        return page(
-            request,
-            "training_runs",
-            list(reversed(self.training.models)),
-            lambda model_id: self._run(self.training.find(model_id)),
-        )
+    async def runs(self, request: Request) -> Any:
+        models = list(reversed(self.training.models))
+        return page(request, "training_runs", models, lambda name: self._run(self._model(name)))
 
-    async def run(self, request: Request) -> Response:
-        return reply(self._run(self._model(request)))
+    def _model(self, model_id: str) -> Model:
+        return self.training.find(model_id)
 
-    async def checkpoints(self, request: Request) -> Response:
+    async def run(self, request: Request) -> Any:
+        return self._run(self._model(request.path_params["model_id"]))
+
+    async def checkpoints(self, request: Request) -> Any:
         """Those of one model, or of all, the newest first."""
-        models = (
-            [self._model(request)]
-            if "model_id" in request.path_params
-            else self.training.models.values()
-        )
-        rows = [one for model in models for one in self._checkpoints(model)]
-        return page(request, "checkpoints", sorted(rows, key=lambda one: one["time"], reverse=True))
+        models = list(self.training.models.values())
+        if model_id := request.path_params.get("model_id"):
+            models = [self._model(model_id)]
+        rows = [saved for model in models for saved in self._checkpoints(model)]
+        rows.sort(key=lambda saved: saved["time"], reverse=True)
+        return page(request, "checkpoints", rows)
 
-    def _named(self, request: Request) -> tuple[str, str, str, Saved]:
+    def _named(self, request: Request) -> tuple[Name, Saved]:
         """Returns what a request names. Raises KeyError."""
-        where = tuple(request.path_params[key] for key in ("model_id", "kind", "name"))
-        saved = self.places.read_saved(*where) if where[1] in TYPES else None
+        model_id, kind, name = (request.path_params[key] for key in ("model_id", "kind", "name"))
+        saved = self.storage.read_saved((model_id, kind, name)) if kind in TYPES else None
         if saved is None:
-            raise KeyError(f"{tinker_path(*where)} does not exist on this server")
-        return *where, saved
+            path = tinker_path((model_id, kind, name))
+            raise KeyError(f"{path} does not exist on this server")
+        return (model_id, kind, name), saved
 
-    async def delete(self, request: Request) -> Response:
-        self.places.delete_saved(*self._named(request)[:3])
-        return reply({})
+    async def delete(self, request: Request) -> Any:
+        self.storage.delete_saved(self._named(request)[0])
+        return {}
 
-    async def set_ttl(self, request: Request) -> Response:
-        *where, saved = self._named(request)
-        expires = new_saved(0, decode(await request.body(), SetTtl).ttl_seconds, None).expires
-        self.places.write_saved(*where, msgspec.structs.replace(saved, expires=expires))
-        return reply({})
+    async def set_ttl(self, request: Request, asked: SetTtl) -> Any:
+        name, saved = self._named(request)
+        saved.expires = new_saved(0, asked.ttl_seconds).expires
+        self.storage.write_saved(name, saved)
+        return {}
 
-    async def weights_info(self, request: Request) -> Response:
-        model_id, *_ = self.places.find(decode(await request.body(), GetWeightsInfo).tinker_path)
-        rank = self.training.find(model_id).settings.get("lora_rank")
-        trained = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-        return reply(
-            {"base_model": self.training.name, "is_lora": True, "lora_rank": rank, **trained}
-        )
+    async def weights_info(self, request: Request, asked: GetWeightsInfo) -> Any:
+        (model_id, *_), _ = self.storage.find(asked.tinker_path)
+        return {
+            "base_model": self.training.name,
+            "is_lora": True,
+            "lora_rank": self._model(model_id).settings.get("lora_rank"),
+            "train_unembed": False,
+            "train_mlp": True,
+            "train_attn": True,
+        }
 
-    async def sessions(self, request: Request) -> Response:
-        files = sorted(
-            self.places.sessions.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True
-        )
+    async def sessions(self, request: Request) -> Any:
+        files = list(self.storage.sessions.glob("*.json"))
+        files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         return page(request, "sessions", [path.stem for path in files])
 
-    async def session(self, request: Request) -> Response:
+    async def session(self, request: Request) -> Any:
         session_id = request.path_params["session_id"]
-        path = self.places.session(session_id)
+        path = self.storage.session(session_id)
         if not path.is_file():
             raise KeyError(f"session {session_id} does not exist on this server")
-        made = json.loads(path.read_bytes())
-        models = [
-            model_id for model_id in self.training.models if model_id.startswith(f"{session_id}:")
-        ]
-        samplers = [
-            ":sample:".join(one.stem.rsplit("-", 1))
-            for one in self.places.sampling.glob(f"{path.stem}-*.log")
-        ]
-        about = {key: made.get(key) for key in ("user_metadata", "display_name")}
-        return reply({"training_run_ids": models, "sampler_ids": samplers, **about})
+        created = json.loads(path.read_bytes())
+        models = [name for name in self.training.models if name.startswith(f"{session_id}:")]
+        return {
+            "training_run_ids": models,
+            "sampler_ids": [*self.storage.sampling_logs(path.stem)],
+            "user_metadata": created.get("user_metadata"),
+            "display_name": created.get("display_name"),
+        }
 
-    async def sampler(self, request: Request) -> Response:
+    async def sampler(self, request: Request) -> Any:
         session = self.sampling.find(request.path_params["sampler_id"])
         target = session.target
-        path = (
-            f"tinker://{target.model_id}/sampler_weights/{target.policy_version}"
-            if target.model_id
-            else None
-        )
-        return reply(
-            {
-                "sampler_id": session.id,
-                "base_model": self.training.config.model.name,
-                "model_path": path,
-            }
-        )
+        name = (target.model_id, SAMPLER, str(target.policy_version))
+        return {
+            "sampler_id": session.id,
+            "base_model": self.training.config.model.name,
+            "model_path": tinker_path(name) if target.model_id else None,
+        }
 
-    async def health(self, request: Request) -> Response:
-        return reply({"status": "ok", "time": time.time()})
+    async def health(self, request: Request) -> Any:
+        return {"status": "ok", "time": time.time()}

@@ -10,7 +10,6 @@ not executed again, so a client may repeat any request.
 import asyncio
 import os
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,7 @@ import msgspec
 from rl.run_dir.files import (
     HEADER,
     CorruptFileError,
+    blake2b,
     encode_record,
     fsync_path,
     head_of_record,
@@ -25,13 +25,12 @@ from rl.run_dir.files import (
     with_path,
     write_all,
 )
-from rl.run_dir.hashes import blake2b
 
 MOST_OPEN = 64
 """Logs of models whose files are open, and as many of sampling sessions."""
 
 
-class Call(msgspec.Struct, tag="call"):
+class ClientCall(msgspec.Struct, tag="call"):
     """A request."""
 
     number: int
@@ -39,7 +38,7 @@ class Call(msgspec.Struct, tag="call"):
     body: bytes
 
 
-class Answer(msgspec.Struct, tag="answer"):
+class CallAnswer(msgspec.Struct, tag="answer"):
     """What a call has led to."""
 
     number: int
@@ -47,102 +46,85 @@ class Answer(msgspec.Struct, tag="answer"):
     is_json: bool = True
 
 
-@dataclass
-class Place:
-    """Where a record is in its file."""
+class CallLog:
+    """The file, and the (offset, length) of each call and each answer in it. Opening it cuts off
+    what a killed process has left of a last record."""
 
-    offset: int
-    length: int
-
-
-@dataclass
-class Log:
-    """The file, and where in it each call and each answer is. Opening it cuts off what a killed
-    process has left of a last record."""
-
-    path: Path
-    calls: dict[int, Place] = field(default_factory=dict)
-    answers: dict[int, Place] = field(default_factory=dict)
-    durable: int = 0
-    """Bytes of the file that are known to survive a power cut."""
-    syncing: "asyncio.Task[None] | None" = None
-    _writing: threading.Lock = field(default_factory=threading.Lock)
-
-    def __post_init__(self) -> None:
-        new = not self.path.exists()
-        make_directory(self.path.parent)
-        self.file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        if new:
-            fsync_path(self.path.parent)
-        self.size = 0
-        whole = os.fstat(self.file).st_size
+    def __init__(self, path: Path):
+        self.path, self.size = path, 0
+        self.calls: dict[int, tuple[int, int]] = {}
+        self.answers: dict[int, tuple[int, int]] = {}
+        self.durable = 0
+        """Bytes of the file that are known to survive a power cut."""
+        self.syncing: asyncio.Task[None] | None = None
+        self.writing = threading.Lock()
+        is_new = not path.exists()
+        make_directory(path.parent)
+        self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        if is_new:
+            fsync_path(path.parent)
         try:
-            while self.size < whole and (place := self._next(whole)):
-                self._note(self._decode(place), place)
-                self.size = place.offset + place.length
+            while payload := self._next():
+                record = msgspec.msgpack.decode(payload, type=ClientCall | CallAnswer)
+                self._note(record, len(payload))
         except CorruptFileError:
             self.close()
             raise
         os.ftruncate(self.file, self.size)
 
-    def _next(self, whole: int) -> Place | None:
-        """Returns the record at the end of what was read; None if a killed process has left a
+    def _next(self) -> bytes:
+        """Returns the record at the end of what was read; nothing if a killed process has left a
         part of it. Raises CorruptFileError."""
-        head = os.pread(self.file, HEADER.size, self.size)
+        whole, head = os.fstat(self.file).st_size, os.pread(self.file, HEADER.size, self.size)
         if len(head) < HEADER.size:
-            return None
+            return b""
         length, checksum = head_of_record(head, str(self.path))
-        place = Place(self.size + HEADER.size, length)
-        if place.offset + length > whole:
-            return None
-        if blake2b(os.pread(self.file, length, place.offset)) != checksum:
-            # an answer need not survive a power cut: it is computed again
-            if place.offset + length == whole:
-                return None
-            raise CorruptFileError(
-                f"{self.path}: damaged at byte {self.size}; move the folder of this model away"
-            )
-        return place
-
-    def _decode(self, place: Place) -> Call | Answer:
-        return msgspec.msgpack.decode(
-            os.pread(self.file, place.length, place.offset), type=Call | Answer
+        begin = self.size + HEADER.size
+        if begin + length > whole:
+            return b""
+        payload = os.pread(self.file, length, begin)
+        if blake2b(payload) == checksum:
+            return payload
+        # an answer need not survive a power cut: it is computed again
+        if begin + length == whole:
+            return b""
+        raise CorruptFileError(
+            f"{self.path}: damaged at byte {self.size}; move the folder of this model away"
         )
 
-    def _note(self, record: Call | Answer, place: Place) -> None:
-        (self.calls if isinstance(record, Call) else self.answers)[record.number] = place
+    def _note(self, record: ClientCall | CallAnswer, length: int) -> None:
+        """Notes where the record that now ends the file is."""
+        records = self.calls if isinstance(record, ClientCall) else self.answers
+        records[record.number] = (self.size + HEADER.size, length)
+        self.size += HEADER.size + length
 
-    def _write(self, record: Call | Answer) -> None:
+    def _write(self, record: ClientCall | CallAnswer) -> None:
         """Appends a record. Calls come from the event loop, answers from the trainer's thread."""
         payload = msgspec.msgpack.encode(record)
-        with self._writing:
+        with self.writing:
             try:
                 write_all(self.file, encode_record(payload), "calls")
             except OSError as error:
                 os.ftruncate(self.file, self.size)
                 raise with_path(error, self.path) from None
-            self._note(record, Place(self.size + HEADER.size, len(payload)))
-            self.size += HEADER.size + len(payload)
+            self._note(record, len(payload))
 
-    async def add(self, call: Call) -> None:
+    async def add(self, call: ClientCall) -> None:
         """Writes a call, unless its number is there, and returns when it is durable. Raises
         OSError."""
         if call.number not in self.calls:
             self._write(call)
-        place = self.calls[call.number]
-        while self.durable < place.offset + place.length:
+        while self.durable < sum(self.calls[call.number]):
             self.syncing = self.syncing or asyncio.create_task(self._sync())
             await asyncio.shield(self.syncing)
 
     async def _sync(self) -> None:
-        size = self.size
         try:
-            await asyncio.to_thread(os.fsync, self.file)
+            await asyncio.to_thread(self.sync)
         finally:
             self.syncing = None
-        self.durable = max(self.durable, size)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: CallAnswer) -> None:
         """Writes an answer, unless there is one. Raises OSError."""
         if answer.number not in self.answers:
             self._write(answer)
@@ -153,15 +135,13 @@ class Log:
         os.fsync(self.file)
         self.durable = max(self.durable, size)
 
-    def call_of(self, number: int) -> Call:
-        found = self._decode(self.calls[number])
-        assert isinstance(found, Call)
-        return found
+    def call_of(self, number: int) -> ClientCall:
+        offset, length = self.calls[number]
+        return msgspec.msgpack.decode(os.pread(self.file, length, offset), type=ClientCall)
 
-    def answer_of(self, number: int) -> Answer:
-        found = self._decode(self.answers[number])
-        assert isinstance(found, Answer)
-        return found
+    def answer_of(self, number: int) -> CallAnswer:
+        offset, length = self.answers[number]
+        return msgspec.msgpack.decode(os.pread(self.file, length, offset), type=CallAnswer)
 
     def close(self) -> None:
         os.close(self.file)

@@ -12,13 +12,11 @@ from rl.config.trainer import ReplayConfig
 from rl.run_dir.access_token import is_loopback, page_secret, run_token
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Status
-from rl.tinker.app import Api, make_app
-from rl.tinker.downloads import Downloads
-from rl.tinker.gate import Gate
-from rl.tinker.listing import Listing
-from rl.tinker.places import Places
-from rl.tinker.replay import replay as executed
-from rl.tinker.sampling import Sampling
+from rl.tinker import replay as replaying
+from rl.tinker.app import TinkerApi, make_app
+from rl.tinker.http import KeyGate
+from rl.tinker.sampling import SamplingSessions
+from rl.tinker.storage import Storage
 from rl.tinker.training import Training
 from rl.wire import serving
 from rl.wire.inference_client import InferenceServers
@@ -29,54 +27,38 @@ INFERENCE_S = 900.0
 BASE = "base"
 
 
-def prepare_base(places: Places, learner: Learner) -> None:
-    """Writes the adapter that changes nothing, by which inference serves the base model again."""
-    if not places.base.exists():
-        learner.create(BASE, 1, 0)
-        learner.publish(BASE, places.base, places.base.with_suffix(".json"))
-        learner.forget(BASE)
-
-
 def replay(
     config: RLConfig, learner: Learner, of: ReplayConfig, unlike: Callable[[dict[str, Any]], str]
 ) -> None:
     """Executes the calls of a model again; writes how each version compares into `replay.jsonl`,
     which `rl replay` reads."""
-    run_dir = config.run_dir
-    with (run_dir.root / "replay.jsonl").open("a") as file:
-        for found in executed(
-            Training(config, Places(run_dir), learner),
-            RunDir(Path(of.run), Path(of.weights)),
-            unlike,
-        ):
-            file.write(json.dumps(found) + "\n")
+    training = Training(config, Storage(config.run_dir), learner)
+    original = RunDir(Path(of.run), Path(of.weights))
+    with (config.run_dir.root / "replay.jsonl").open("a") as file:
+        for version in replaying.replay(training, original, unlike):
+            file.write(json.dumps(version) + "\n")
             file.flush()
 
 
-def serve(config: RLConfig, learner: Learner, status: Status, sock: socket.socket) -> None:
+async def serve(config: RLConfig, learner: Learner, status: Status, sock: socket.socket) -> None:
     """Serves until SIGTERM or SIGINT. Raises OSError and RunError of the trainer."""
-    asyncio.run(run(config, learner, status, sock))
-
-
-async def run(config: RLConfig, learner: Learner, status: Status, sock: socket.socket) -> None:
     assert config.serve
-    run_dir: RunDir = config.run_dir
-    places = Places(run_dir)
-    prepare_base(places, learner)
+    run_dir, host = config.run_dir, config.serve.host
+    storage = Storage(run_dir)
+    if not storage.base.exists():
+        # the adapter that changes nothing, by which inference serves the base model again
+        learner.create(BASE, 1, 0)
+        learner.publish(BASE, storage.base, storage.base.with_suffix(".json"))
+        learner.forget(BASE)
     servers = InferenceServers([], run_dir.status("inference"), INFERENCE_S)
-    training = Training(config, places, learner)
-    sampling = Sampling(config, places, servers, training.name, learner.vocab_size)
+    training = Training(config, storage, learner)
+    sampling = SamplingSessions(config, storage, servers, training.name, learner.vocab_size)
     training.sampled = sampling.versions
-    host = config.serve.host
     secret = page_secret(run_dir.status_dir)
-    app = make_app(
-        Api(training, sampling, places),
-        Listing(training, sampling, places),
-        Downloads(places, secret),
-    )
-    app = Gate(app, run_token(run_dir.status_dir), secret, loopback=is_loopback(host))
+    app = make_app(TinkerApi(training, sampling, storage, secret))
+    gate = KeyGate(app, run_token(run_dir.status_dir), secret, loopback=is_loopback(host))
     sampling.begin()
     work = asyncio.create_task(training.run())
-    await serving.serve(app, host, sock, status, work)
+    await serving.serve(gate, host, sock, status, work)
     work.cancel()
     await servers.close()

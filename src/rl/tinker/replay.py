@@ -9,10 +9,10 @@ from rl.run_dir.checksums import first_difference, read_digests
 from rl.run_dir.files import CorruptFileError, remove_directory
 from rl.run_dir.paths import RunDir
 from rl.system.errors import GIVE_UP, RunError
-from rl.tinker.log import Log
-from rl.tinker.places import PATH, Places
-from rl.tinker.requests import LoadWeights
-from rl.tinker.training import FAILED, MAKING, Training, decode, was_left_out
+from rl.tinker.log import CallLog
+from rl.tinker.requests import LoadWeights, decode
+from rl.tinker.storage import PATH, Storage
+from rl.tinker.training import FAILED, MAKING, Training, encoded, was_left_out
 from rl.wire.training_calls import CallError
 
 EXACT = ("forward_backward", "optim_step")
@@ -20,33 +20,33 @@ EXACT = ("forward_backward", "optim_step")
 UNCHANGING = ("save_weights_for_sampler", "save_weights_external")
 
 
-def copy_calls(root: RunDir, to: Places) -> int:
-    """Copies the calls of the model in the directory `root`, whose client may go on, and the states
-    of other models that they load.
+def copy_calls(model: RunDir, to: Storage) -> int:
+    """Copies the calls of a model, whose client may go on, and the states of other models that they
+    load.
 
     Returns the number of its versions. Raises RunError if there is none.
     """
-    there, copy = Places(RunDir(root.root.parents[1], root.root)), to.models / root.root.name
+    root, copy = model.root, to.models / model.root.name
+    origin = Storage(RunDir(root.parents[1], root))
     copy.mkdir(parents=True)
-    shutil.copyfile(root.root / "calls.log", copy / "calls.log")
-    log, versions = Log(copy / "calls.log"), 0
+    shutil.copyfile(root / "calls.log", copy / "calls.log")
+    log, versions = CallLog(copy / "calls.log"), 0
     for number in log.answers:
-        call, failed = log.call_of(number), log.answer_of(number).body.startswith(FAILED)
-        versions += not failed and call.kind in ("optim_step", "load_weights")
-        if (
-            call.kind == "load_weights"
-            and not failed
-            and (path := PATH.fullmatch(decode(call.body, LoadWeights).path))
-        ):
-            source, target = there.saved(*path.groups()), to.saved(*path.groups())
-            if source.is_dir() and source.parents[2] != root.root:
-                shutil.copytree(source, target, dirs_exist_ok=True)
-                shutil.copyfile(there.record(*path.groups()), to.record(*path.groups()))
+        call = log.call_of(number)
+        if log.answer_of(number).body.startswith(FAILED):
+            continue
+        versions += call.kind in ("optim_step", "load_weights")
+        if call.kind == "load_weights":
+            path = PATH.fullmatch(decode(call.body, LoadWeights).path)
+            if not path or origin.model(path[1]).root == root:
+                continue
+            name = (path[1], path[2], path[3])
+            if origin.saved(name).is_dir():
+                shutil.copytree(origin.saved(name), to.saved(name), dirs_exist_ok=True)
+                shutil.copyfile(origin.record(name), to.record(name))
     log.close()
     if not versions:
-        raise RunError(
-            f"{root.root}: its client has made no step yet; there is nothing to compare with"
-        )
+        raise RunError(f"{root}: its client has made no step yet; there is nothing to compare with")
     return versions
 
 
@@ -62,26 +62,24 @@ def replay(
     (model,) = training.models.values()
     different = None
     for number in sorted(model.log.answers):
-        call, then = model.log.call_of(number), model.log.answer_of(number).body
-        failed = then.startswith(FAILED)
-        if call.kind in UNCHANGING or was_left_out(call, then):
+        call, before = model.log.call_of(number), model.version
+        answer = model.log.answer_of(number).body
+        if call.kind in UNCHANGING or was_left_out(call, answer):
             continue
-        before = model.version
+        had_failed = answer.startswith(FAILED)
         try:
-            body = training.actions[call.kind](model, call, True)[0]
+            body = encoded(training.actions[call.kind](model, call, True))
         except CallError as error:
-            if not failed and call.kind in MAKING:
+            if not had_failed and call.kind in MAKING:
                 raise RunError(
                     f"call {number} ({call.kind}) cannot be executed again: {error}", GIVE_UP
                 ) from None
-            body = FAILED
-        if call.kind in EXACT and (body != then) and not (failed and body.startswith(FAILED)):
+            body = answer if had_failed else FAILED
+        if call.kind in EXACT and body != answer:
             different = different or f"the answer to call {number} ({call.kind})"
         if model.version > before or different:
-            yield {
-                "version": model.version,
-                **compare(training, original, model.version, unlike, different),
-            }
+            result = compare(training, original, model.version, unlike, different)
+            yield {"version": model.version, **result}
 
 
 def compare(
@@ -92,7 +90,7 @@ def compare(
     different: str | None,
 ) -> dict[str, Any]:
     (model,) = training.models.values()
-    found = {
+    result = {
         "kept": ["answers"],
         "tensor": different,
         "max_difference": None,
@@ -100,22 +98,19 @@ def compare(
         "unlike": "",
         "deterministic": True,
     }
-    if not different and original.digests(version).exists():
-        try:
-            then = read_digests(original.digests(version))
-        except CorruptFileError as error:
-            return found | {"fault": str(error)}
-        training.learner.publish(
-            model.id, model.run_dir.weights(version), model.run_dir.digests(version)
-        )
-        remove_directory(model.run_dir.weights(version))
-        made_by = then.get("made_by", {})
-        found |= {
-            "kept": ["answers", "digests"],
-            "unlike": unlike(made_by),
-            "deterministic": made_by.get("deterministic", False),
-        }
-        found["tensor"] = first_difference(
-            then["tensors"], read_digests(model.run_dir.digests(version))["tensors"]
-        )
-    return found
+    if different or not original.digests(version).exists():
+        return result
+    try:
+        before = read_digests(original.digests(version))
+    except CorruptFileError as error:
+        return result | {"fault": str(error)}
+    folder, record = model.run_dir.weights(version), model.run_dir.digests(version)
+    training.learner.publish(model.id, folder, record)
+    remove_directory(folder)
+    conditions = before.get("made_by", {})
+    return result | {
+        "kept": ["answers", "digests"],
+        "tensor": first_difference(before["tensors"], read_digests(record)["tensors"]),
+        "unlike": unlike(conditions),
+        "deterministic": conditions.get("deterministic", False),
+    }

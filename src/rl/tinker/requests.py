@@ -2,16 +2,24 @@
 that it does not know are ignored, except those that would change a result: they are here to be
 refused."""
 
+import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from rl.run_dir.files import UNREADABLE
 from rl.wire.training_calls import CallError, Step
+
+T = TypeVar("T")
 
 SMALLEST = 1.2e-38
 """The smallest normal number of float32."""
+LARGEST = {"learning_rate": 1.0, "beta1": 1 - 1e-9, "beta2": 1 - 1e-9} | dict.fromkeys(
+    ("eps", "weight_decay", "grad_clip_norm"), math.inf
+)
+"""Setting of AdamW -> its largest value."""
 Number = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$")]
 """A checkpoint's name, which is that of a folder."""
@@ -29,7 +37,7 @@ class CreateSession(Struct):
     project_id: str | None = None
 
 
-class LoraConfig(Struct):
+class AdapterConfig(Struct):
     """The adapters of a new model."""
 
     rank: int = 32
@@ -52,7 +60,7 @@ class CreateModel(Struct):
     model_seq_id: Number
     base_model: str
     user_metadata: dict[str, Any] | None = None
-    lora_config: LoraConfig | None = None
+    lora_config: AdapterConfig | None = None
     optimizer_config: Optimizer = msgspec.field(default_factory=Optimizer)
 
 
@@ -83,26 +91,17 @@ class AdamParams(Struct):
     def step(self) -> Step:
         """Returns our settings of the step. Raises CallError for a number that AdamW does not
         take."""
-        bounds = {"learning_rate": 1.0, "beta1": 1 - 1e-9, "beta2": 1 - 1e-9}
         if self.eps < SMALLEST:
             raise CallError(
                 f"adam_params.eps = {self.eps}: give at least {SMALLEST:g}; where a gradient "
                 "is 0, AdamW divides by it alone"
             )
-        for name in self.__struct_fields__:
-            value, most = getattr(self, name), bounds.get(name, math.inf)
-            if not (math.isfinite(value) and 0 <= value <= most):
-                raise CallError(
-                    f"adam_params.{name} = {value}: give a number from 0"
-                    + (f" to {most:g}" if most < math.inf else "")
-                )
-        return Step(
-            self.learning_rate,
-            (self.beta1, self.beta2),
-            self.eps,
-            self.weight_decay,
-            self.grad_clip_norm,
-        )
+        for name, most in LARGEST.items():
+            if not (math.isfinite(value := getattr(self, name)) and 0 <= value <= most):
+                limit = f" to {most:g}" if most < math.inf else ""
+                raise CallError(f"adam_params.{name} = {value}: give a number from 0{limit}")
+        betas = (self.beta1, self.beta2)
+        return Step(self.learning_rate, betas, self.eps, self.weight_decay, self.grad_clip_norm)
 
 
 class OptimStep(Struct):
@@ -203,7 +202,7 @@ class Sample(Struct):
     record_stability_info: bool | None = None
 
 
-class Part(Struct):
+class Page(Struct):
     """Which rows of a list a request asks for."""
 
     limit: Number = 100
@@ -233,3 +232,16 @@ class WithSeq(Struct):
 
     model_id: str
     seq_id: Number
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Returns a JSON request, in which Python's NaN and Infinity may be numbers: they are
+    refused where they are used. Raises CallError."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE:
+        pass
+    try:
+        return msgspec.convert(json.loads(body), type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CallError(f"not a {getattr(kind, '__name__', kind)}: {error}") from None

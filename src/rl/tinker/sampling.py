@@ -8,7 +8,6 @@ model, the version is loaded once more and the request repeated.
 """
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import AsyncIterator
@@ -24,18 +23,19 @@ from rl.run_dir.checksums import content_id
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.tinker.codec import STABLE_REINFORCE, sample_message
-from rl.tinker.log import MOST_OPEN, Answer, Call, Log
-from rl.tinker.places import SAMPLER, Places
+from rl.tinker.log import MOST_OPEN, CallAnswer, CallLog, ClientCall
 from rl.tinker.requests import CreateSamplingSession, Sample
+from rl.tinker.storage import SAMPLER, Storage
+from rl.tinker.training import encoded, wrong_base
 from rl.wire.http import RETRY_S, AwayError
 from rl.wire.inference_client import (
-    Generation,
     InferenceLostError,
     InferenceServers,
     PromptTooLongError,
 )
-from rl.wire.messages import WeightVersion
+from rl.wire.messages import ITEM_BYTES, WeightVersion
 from rl.wire.training_calls import CallError
+from rl.wire.turns import Turn, pack_logprobs
 
 EXPIRES_S = 24 * 3600.0
 """Seconds without a request after which a sampling session is deleted."""
@@ -66,7 +66,7 @@ class Target:
     content: str
 
 
-class Turns:
+class VersionTurns:
     """Which version inference holds, and whose turn it is."""
 
     def __init__(self, servers: InferenceServers):
@@ -98,24 +98,38 @@ class Turns:
             self.held = None
 
     def _advance(self) -> None:
-        if self.running or self.loading or not self.waiting:
-            return
-        target = next(iter(self.waiting))
-        self.loading = asyncio.create_task(self._load(target))
-        self.loading.add_done_callback(partial(self._loaded, target))
+        if not (self.running or self.loading) and self.waiting:
+            target = next(iter(self.waiting))
+            self.loading = asyncio.create_task(self._load(target))
+            self.loading.add_done_callback(partial(self._loaded, target))
 
     async def _load(self, target: Target) -> None:
-        if target != self.held:
+        """Makes every server load the target. Waits for servers that are started again, until
+        the servers' deadline. Raises RunError."""
+        since = time.monotonic()
+        version = WeightVersion(target.policy_version, target.path, content=target.content)
+        while target != self.held:
             self.held = None
-            await self._order(target)
-            self.held = target
+            try:
+                for url in await self.servers.wait_for_any():
+                    await self.servers.load(url, version)
+                self.held = target
+            except (AwayError, OSError) as error:
+                limit_s = self.servers.timeout_s
+                if time.monotonic() - since > limit_s:
+                    raise InferenceLostError(
+                        f"waited {limit_s:.0f} s for inference to load a version: {error}"
+                    ) from None
+                await asyncio.sleep(RETRY_S)
 
     def _loaded(self, target: Target, loading: asyncio.Task[None]) -> None:
         """Lets the requests of the target run, or fail as its load did."""
         if loading.cancelled():  # by the end of the process
             return
         self.loading, error = None, loading.exception()
-        for turn in [turn for turn in self.waiting.pop(target) if not turn.done()]:
+        for turn in self.waiting.pop(target):
+            if turn.done():
+                continue
             if error:
                 turn.set_exception(error)
             else:
@@ -123,70 +137,42 @@ class Turns:
                 turn.set_result(None)
         self._advance()
 
-    async def _order(self, target: Target) -> None:
-        """Makes every server load the target. Waits for servers that are started again, until
-        the servers' deadline. Raises RunError."""
-        version, since = (
-            WeightVersion(target.policy_version, target.path, content=target.content),
-            time.monotonic(),
-        )
-        while True:
-            try:
-                for url in await self.servers.wait_for_any():
-                    await self.servers.load(url, version)
-                return
-            except (AwayError, OSError) as error:
-                if time.monotonic() - since > self.servers.timeout_s:
-                    raise InferenceLostError(
-                        f"waited {self.servers.timeout_s:.0f} s for inference to load a "
-                        f"version: {error}"
-                    ) from None
-            await asyncio.sleep(RETRY_S)
-
 
 class Session:
     """A sampling session: its target, and its requests."""
 
-    def __init__(self, sampling_id: str, log: Log, target: Target):
+    def __init__(self, sampling_id: str, log: CallLog, target: Target):
         self.id, self.log, self.target = sampling_id, log, target
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.adding = 0
         """Requests that are being written."""
 
 
-class Sampling:
+class SamplingSessions:
     """The sampling sessions of a server."""
 
     def __init__(
         self,
         config: RLConfig,
-        places: Places,
+        storage: Storage,
         servers: InferenceServers,
         name: str,
         vocab_size: int,
     ):
-        self.config, self.places, self.servers, self.name, self.vocab_size = (
-            config,
-            places,
-            servers,
-            name,
-            vocab_size,
-        )
-        self.turns = Turns(servers)
+        self.config, self.storage, self.servers = config, storage, servers
+        self.name, self.vocab_size = name, vocab_size
+        self.turns = VersionTurns(servers)
         self.sessions: dict[str, Session] = {}
         self.used: dict[Target, float] = {}
         """When each target was last asked for."""
-        self.base = Target("", 0, str(places.base), "")
+        self.base = Target("", 0, str(storage.base), "")
         self.expire_at = -math.inf
 
     def versions(self, model_id: str) -> set[int]:
         """Returns the versions of a model that were lately sampled from."""
-        now = time.time()
-        return {
-            target.policy_version
-            for target, used in list(self.used.items())
-            if target.model_id == model_id and now - used < IN_USE_S
-        }
+        used, since = list(self.used.items()), time.time() - IN_USE_S
+        targets = [target for target, last in used if last > since]
+        return {target.policy_version for target in targets if target.model_id == model_id}
 
     @property
     def waiting(self) -> int:
@@ -197,11 +183,11 @@ class Sampling:
         use. Requests without an answer are sampled again when their clients, who may be gone,
         ask for it."""
         self._expire()
-        for path in self.places.sampling.glob("*.log"):
+        for sampling_id, path in self.storage.sampling_logs().items():
             if time.time() - path.stat().st_mtime > IN_USE_S:
                 continue
             try:
-                self.find(":sample:".join(path.stem.rsplit("-", 1)))
+                self.find(sampling_id)
             except KeyError:  # its client was never told that it exists
                 path.unlink()
             except CorruptFileError:  # its client is told when it asks
@@ -212,36 +198,35 @@ class Sampling:
         if time.monotonic() < self.expire_at:
             return
         self.expire_at = time.monotonic() + IN_USE_S
-        for path in self.places.sampling.glob("*.log"):
+        for sampling_id, path in self.storage.sampling_logs().items():
             if time.time() - path.stat().st_mtime > EXPIRES_S:
-                if session := self.sessions.pop(":sample:".join(path.stem.rsplit("-", 1)), None):
+                if session := self.sessions.pop(sampling_id, None):
                     session.log.close()
                 path.unlink()
 
     def find(self, sampling_id: str) -> Session:
         """Returns a session. Raises KeyError if there is none."""
-        if found := self.sessions.pop(sampling_id, None):
-            self.sessions[sampling_id] = found  # the newest is last
-            self.used[found.target] = time.time()
-            return found
-        path = self.places.sampling_log(sampling_id)
+        if session := self.sessions.pop(sampling_id, None):
+            self.sessions[sampling_id] = session  # the newest is last
+            self.used[session.target] = time.time()
+            return session
+        path = self.storage.sampling_log(sampling_id)
         if not path.is_file():
             raise KeyError(
                 f"sampling session {sampling_id} does not exist on this server, or has expired"
             )
-        log = Log(path)
+        log = CallLog(path)
         if 0 not in log.calls:
             log.close()
             raise KeyError(f"sampling session {sampling_id} was never completely made")
         return self._open(sampling_id, log, msgspec.json.decode(log.call_of(0).body, type=Target))
 
-    def _open(self, sampling_id: str, log: Log, target: Target) -> Session:
+    def _open(self, sampling_id: str, log: CallLog, target: Target) -> Session:
         """Keeps a session in memory, and closes the files of the oldest that nobody waits for."""
         self.used[target] = time.time()
-        idle = [
-            session for session in self.sessions.values() if not (session.tasks or session.adding)
-        ]
-        for old in idle[: max(0, len(self.sessions) - MOST_OPEN)]:
+        sessions = self.sessions.values()
+        idle = [session for session in sessions if not (session.tasks or session.adding)]
+        for old in idle[: max(0, len(sessions) - MOST_OPEN)]:
             self.sessions.pop(old.id).log.close()
         return self.sessions.setdefault(sampling_id, Session(sampling_id, log, target))
 
@@ -251,112 +236,103 @@ class Sampling:
             self.find(sampling_id)
             return
         self._expire()
-        log = Log(self.places.sampling_log(sampling_id))
+        log = CallLog(self.storage.sampling_log(sampling_id))
         try:
-            await log.add(Call(0, "create_sampling_session", msgspec.json.encode(target)))
+            await log.add(ClientCall(0, "create_sampling_session", msgspec.json.encode(target)))
         except OSError:
             log.close()
             raise
         self._open(sampling_id, log, target)
 
-    def target(self, model_id: str, policy_version: int) -> Target:
+    def target(self, model_id: str, version: int) -> Target:
         """Returns a version of a model; its version 0, which no step has changed, is the base
         model. Raises CallError."""
-        if not policy_version:
+        if not version:
             return self.base
-        run_dir = self.places.model(model_id)
-        if not run_dir.weights(policy_version).is_dir():
-            raise CallError(f"version {policy_version} of {model_id} does not exist on this server")
-        return Target(
-            model_id,
-            policy_version,
-            str(run_dir.weights(policy_version)),
-            content_id(run_dir.digests(policy_version)),
-        )
+        run_dir = self.storage.model(model_id)
+        folder = run_dir.weights(version)
+        if not folder.is_dir():
+            raise CallError(f"version {version} of {model_id} does not exist on this server")
+        return Target(model_id, version, str(folder), content_id(run_dir.digests(version)))
 
     def asked(self, request: CreateSamplingSession) -> Target:
         """Returns what a new session is to sample from. Raises CallError."""
         if request.model_path:
-            model_id, _, _, saved = self.places.find(request.model_path, SAMPLER)
+            (model_id, *_), saved = self.storage.find(request.model_path, SAMPLER)
             return self.target(model_id, saved.policy_version)
         if request.base_model not in (self.name, self.config.model.name):
-            raise CallError(
-                f"base_model {request.base_model!r}: this server has {self.name}; start it "
-                f"with --serve.alias {request.base_model}"
-            )
+            raise wrong_base(request.base_model, self.name)
         return self.base
 
     async def add(self, request: Sample, body: bytes) -> None:
         """Writes a request and begins to answer it, unless that has been done. Raises KeyError
         and CallError."""
         session, number = self.find(request.sampling_session_id), request.seq_id + 1
-        self._check(request)
+        if fault := self._fault(request):
+            raise CallError(fault)
         session.adding += 1
         try:
-            await session.log.add(Call(number, "asample", body))
+            await session.log.add(ClientCall(number, "asample", body))
         finally:
             session.adding -= 1
-        if number not in session.log.answers and number not in session.tasks:
-            self._start(session, number)
+        self._start(session, number)
 
-    def _check(self, request: Sample) -> None:
+    def _fault(self, request: Sample) -> str:
+        """Returns what is wrong with a request; empty if nothing. Raises CallError."""
         params, prompt = request.sampling_params, prompt_ids(request)
+        limit, last = self.config.model.max_model_len, request.prompt_logprobs_last_n
         if any(getattr(request, name) for name in NOT_GIVEN):
-            raise CallError(
+            return (
                 "this server gives the log-probabilities of given and sampled tokens alone: "
                 f"leave {', '.join(NOT_GIVEN)} out"
             )
-        if request.prompt_logprobs_last_n is not None and not (
-            request.prompt_logprobs and 1 <= request.prompt_logprobs_last_n < len(prompt)
-        ):
-            raise CallError(
+        if last is not None and not (request.prompt_logprobs and 1 <= last < len(prompt)):
+            return (
                 "prompt_logprobs_last_n needs prompt_logprobs, and a number from 1 to the "
                 "prompt's length - 1"
             )
         if request.record_stability_info:
-            raise CallError(STABLE_REINFORCE)
+            return STABLE_REINFORCE
         if not prompt:
-            raise CallError("the prompt is empty: send at least one token")
+            return "the prompt is empty: send at least one token"
         if max(prompt) >= self.vocab_size:
-            raise CallError(
+            return (
                 f"the prompt has token id {max(prompt)}; the vocabulary has "
                 f"{self.vocab_size} tokens"
             )
-        room = self.config.model.max_model_len - len(prompt)
-        if room < 1:
-            raise CallError(
-                f"the prompt has {len(prompt)} tokens; model.max_model_len of the server is "
-                f"{self.config.model.max_model_len}"
+        if len(prompt) >= limit:
+            return (
+                f"the prompt has {len(prompt)} tokens; model.max_model_len of the server is {limit}"
             )
         if params.max_tokens is not None and params.max_tokens < 1:
-            raise CallError(f"max_tokens = {params.max_tokens}: give at least 1")
+            return f"max_tokens = {params.max_tokens}: give at least 1"
         if not (0 <= params.temperature < 100 and 0 < params.top_p <= 1):
-            raise CallError(
+            return (
                 f"temperature = {params.temperature}, top_p = {params.top_p}: give a "
                 "temperature from 0 and a top_p of 0 to 1"
             )
+        return ""
 
     def _start(self, session: Session, number: int) -> None:
-        session.tasks[number] = asyncio.create_task(self._answer(session, number))
+        """Begins to answer a request, unless that has been done."""
+        if number not in session.log.answers and number not in session.tasks:
+            session.tasks[number] = asyncio.create_task(self._answer(session, number))
 
     async def _answer(self, session: Session, number: int) -> None:
         try:
             request = msgspec.json.decode(session.log.call_of(number).body, type=Sample)
-            answer = Answer(number, await self._sample(session, request), is_json=False)
-        except (CallError, PromptTooLongError, ValueError) as error:
-            answer = Answer(number, json.dumps({"error": str(error), "category": "user"}).encode())
-        except RunError as error:
-            answer = Answer(
-                number, json.dumps({"error": str(error), "category": "server"}).encode()
-            )
+            answer = CallAnswer(number, await self._sample(session, request), is_json=False)
+        except (PromptTooLongError, RunError, ValueError) as error:
+            is_user = isinstance(error, CallError) or not isinstance(error, RunError)
+            content = {"error": str(error), "category": "user" if is_user else "server"}
+            answer = CallAnswer(number, encoded(content))
         finally:
             del session.tasks[number]
         session.log.answer(answer)
 
     async def _sample(self, session: Session, request: Sample) -> bytes:
-        prompt = prompt_ids(request)
+        prompt, params, target = prompt_ids(request), request.sampling_params, session.target
         room = self.config.model.max_model_len - len(prompt)
-        params = request.sampling_params
         sampling: dict[str, Any] = {
             "max_tokens": min(params.max_tokens or DEFAULT_TOKENS, room),
             "temperature": params.temperature,
@@ -365,43 +341,40 @@ class Sampling:
         } | stopping(params.stop)
         affinity = hash((session.id, request.seq_id)) % 2**31
 
-        async def one(index: int) -> Generation:
-            # or all samples of a request would be the same
-            seed = {} if params.seed is None else {"seed": (params.seed + index) % 2**63}
-            of_prompt = {"prompt_logprobs": True} if request.prompt_logprobs and not index else {}
+        async def sample(index: int) -> Turn:
+            settings = dict(sampling)
+            if params.seed is not None:  # or all samples of a request would be the same
+                settings["seed"] = (params.seed + index) % 2**63
+            if request.prompt_logprobs and not index:
+                settings["prompt_logprobs"] = True
             while True:
-                async with self.turns.of(session.target):
-                    answer = await self.servers.generate(
-                        affinity, prompt, sampling | seed | of_prompt
-                    )
-                    if all(
-                        span.policy_version == session.target.policy_version
-                        for span in answer.policy_versions
-                    ):
+                async with self.turns.of(target):
+                    answer = await self.servers.generate(affinity, prompt, settings)
+                    versions = {span.policy_version for span in answer.policy_versions}
+                    if versions <= {target.policy_version}:
                         return answer
-                    self.turns.lost(session.target)
+                    self.turns.lost(target)
 
-        samples = [asyncio.create_task(one(index)) for index in range(request.num_samples)]
+        samples = [asyncio.create_task(sample(index)) for index in range(request.num_samples)]
         try:
             answers = await asyncio.gather(*samples)
         finally:  # after an error the others are not sampled on
-            for sample in samples:
-                sample.cancel()
-        of_prompt = answers[0].prompt_logprobs or []
+            for task in samples:
+                task.cancel()
+        of_prompt = answers[0].packed_prompt_logprobs
         if last := request.prompt_logprobs_last_n:
-            of_prompt = [None] * (len(of_prompt) - last) + of_prompt[-last:]
-        sampled = [(one.token_ids, one.logprobs, one.finish_reason) for one in answers]
-        return sample_message(sampled, of_prompt)
+            unknown = len(of_prompt) // ITEM_BYTES - last
+            of_prompt = pack_logprobs([None] * unknown) + of_prompt[unknown * ITEM_BYTES :]
+        return sample_message(answers, of_prompt)
 
-    async def answer(self, sampling_id: str, number: int, wait_s: float) -> Answer | None:
+    async def answer(self, sampling_id: str, number: int, wait_s: float) -> CallAnswer | None:
         """Returns the answer to a request; None if it does not come in time. Raises KeyError for
         an unknown one."""
         session = self.find(sampling_id)
         if number not in session.log.calls:
             raise KeyError(f"sampling session {sampling_id} has no request {number - 1}")
         # it could not be written, or the server was started again
-        if number not in session.log.answers and number not in session.tasks:
-            self._start(session, number)
+        self._start(session, number)
         if task := session.tasks.get(number):
             await asyncio.wait([task], timeout=wait_s)
             if number not in session.log.answers and task.done():
@@ -423,6 +396,5 @@ def stopping(stop: str | list[str | int] | None) -> dict[str, Any]:
         return {}
     if stop == []:
         return {"ignore_eos": True}
-    return {
-        "stop_token_ids" if isinstance(stop, list) and isinstance(stop[0], int) else "stop": stop
-    }
+    is_tokens = isinstance(stop, list) and isinstance(stop[0], int)
+    return {"stop_token_ids" if is_tokens else "stop": stop}

@@ -18,19 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
-
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
-from rl.config.trainer import LoraConfig as LoraSettings
+from rl.config.trainer import LoraConfig
 from rl.run_dir.files import CorruptFileError, remove_directory, write_file
 from rl.run_dir.metrics import Merger, MetricsLog
 from rl.run_dir.paths import numbered
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
 from rl.tinker import codec
-from rl.tinker.log import MOST_OPEN, Answer, Call, Log
-from rl.tinker.places import EXTERNAL, SAMPLER, TRAINING, Places, new_saved, tinker_path, write_json
+from rl.tinker.log import MOST_OPEN, CallAnswer, CallLog, ClientCall
 from rl.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -38,8 +35,17 @@ from rl.tinker.requests import (
     SaveWeights,
     SaveWeightsExternal,
     SaveWeightsForSampler,
+    decode,
 )
-from rl.wire.messages import UNREADABLE
+from rl.tinker.storage import (
+    EXTERNAL,
+    SAMPLER,
+    TRAINING,
+    Storage,
+    new_saved,
+    tinker_path,
+    write_json,
+)
 from rl.wire.training_calls import CallError, Learner, NoRoomError
 
 T = TypeVar("T")
@@ -47,21 +53,22 @@ KEPT_STATES = 2
 IDLE_S = 3600.0
 """Seconds without a call after which a model leaves the trainer's memory if another one needs
 it."""
-CHANGING = {"create_model", "load_weights", "optim_step"}
-"""Calls after which a model has no gradient, so that its state may be copied."""
 MAKING = {"create_model", "load_weights"}
+CHANGING = MAKING | {"optim_step"}
+"""Calls after which a model has no gradient, so that its state may be copied."""
 FAILED, NOT_EXECUTED = b'{"error"', b'{"error": "not executed: '
 """How the answer begins to a call that has failed, and to one that was not executed at all."""
+Content = dict[str, Any] | bytes
+"""Of an answer: JSON, or Protobuf."""
 
 
 class Model:
     """A client's model. `applied` is the number of the newest call that its adapters in the
     trainer have seen; -1: they are not there."""
 
-    def __init__(self, model_id: str, places: Places):
-        self.id, self.places, self.run_dir = model_id, places, places.model(model_id)
-        self.path = self.run_dir.root / "calls.log"
-        self._log: Log | None = None
+    def __init__(self, model_id: str, storage: Storage):
+        self.id, self.run_dir = model_id, storage.model(model_id)
+        self._log: CallLog | None = None
         self.attempts = self.run_dir.root / "attempts"
         """The number of the call that is being executed, and how often that was begun."""
         self.applied, self.version, self.saved_at, self.used = -1, 0, 0.0, time.time()
@@ -72,10 +79,10 @@ class Model:
         self.queued = False
 
     @property
-    def log(self) -> Log:
+    def log(self) -> CallLog:
         """The calls, whose file is read and stays open from the first use on: a server may have
         made thousands of models."""
-        self._log = self._log or Log(self.path)
+        self._log = self._log or CallLog(self.run_dir.root / "calls.log")
         return self._log
 
     def close(self) -> bool:
@@ -96,33 +103,25 @@ class Model:
     @property
     def settings(self) -> dict[str, Any]:
         """What the model was made with: base_model, lora_rank, user_metadata."""
-        if (made := self.run_dir.root / "made.json").exists():
-            return json.loads(made.read_bytes())
-        return (
-            json.loads(self.log.answer_of(0).body).get("made", {}) if 0 in self.log.answers else {}
-        )
+        if (path := self.run_dir.root / "made.json").exists():
+            return json.loads(path.read_bytes())
+        answers = self.log.answers
+        return json.loads(self.log.answer_of(0).body).get("made", {}) if 0 in answers else {}
 
 
 class Training:
     """The models, and the one thread in which the trainer computes."""
 
-    def __init__(self, config: RLConfig, places: Places, learner: Learner):
+    def __init__(self, config: RLConfig, storage: Storage, learner: Learner):
         assert config.serve
-        self.config, self.settings, self.places, self.learner = (
-            config,
-            config.serve,
-            places,
-            learner,
-        )
-        self.name = self.settings.alias or config.model.name
-        self.models: dict[str, Model] = {
-            model_id: Model(model_id, places) for model_id in places.model_ids()
-        }
+        self.config, self.serve, self.storage = config, config.serve, storage
+        self.learner, self.name = learner, config.serve.alias or config.model.name
+        self.models = {model_id: Model(model_id, storage) for model_id in storage.model_ids()}
         self.asked: dict[str, Model] = {}
         """Those whose files may be open; the one that was asked for last is last."""
         self.ready: asyncio.Queue[Model] = asyncio.Queue()
         self.thread = ThreadPoolExecutor(1, "trainer")
-        self.actions = {
+        self.actions: dict[str, Callable[[Model, ClientCall, bool], Content]] = {
             "create_model": self._create,
             "load_weights": self._load,
             "forward_backward": self._forward_backward,
@@ -150,13 +149,13 @@ class Training:
     async def add(self, model_id: str, number: int, kind: str, body: bytes) -> None:
         """Writes a call and has it executed after those before it."""
         if number == 0 and model_id not in self.models:
-            self.models[model_id] = Model(model_id, self.places)
+            self.models[model_id] = Model(model_id, self.storage)
         model = self.find(model_id)
         model.used = time.time()
-        await model.log.add(Call(number, kind, body))
+        await model.log.add(ClientCall(number, kind, body))
         self._queue(model)
 
-    async def answer(self, model_id: str, number: int, wait_s: float) -> Answer | None:
+    async def answer(self, model_id: str, number: int, wait_s: float) -> CallAnswer | None:
         """Returns the answer to a call; None if it does not come in time. Raises KeyError for an
         unknown call."""
         model = self.find(model_id)
@@ -164,27 +163,25 @@ class Training:
             raise KeyError(f"model {model_id} has no call {number}")
         # a call without an answer at a restart waits for its client, who may be gone
         self._queue(model)
-        deadline = time.monotonic() + wait_s
-        while number not in self.find(model_id).log.answers:
-            try:
-                async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while number not in self.find(model_id).log.answers:
                     await model.changed.wait()
-            except TimeoutError:
-                return None
-        return model.log.answer_of(number)
+        return model.log.answer_of(number) if number in model.log.answers else None
 
     async def unload(self, prefix: str) -> None:
         """Takes models whose id begins so out of the trainer's memory."""
 
         def forget() -> None:
-            for model in [
-                model
-                for model in list(self.models.values())
-                if model.id.startswith(prefix) and model.applied >= 0
-            ]:
-                self._forget(model)
+            for model in self._loaded():
+                if model.id.startswith(prefix):
+                    self._forget(model)
 
         await asyncio.get_running_loop().run_in_executor(self.thread, forget)
+
+    def _loaded(self) -> list[Model]:
+        """Returns the models in the trainer's memory; new ones may come meanwhile."""
+        return [model for model in list(self.models.values()) if model.applied >= 0]
 
     def _forget(self, model: Model) -> None:
         self.learner.forget(model.id)
@@ -218,40 +215,35 @@ class Training:
             self._forget(model)
             model.log.answer(failed(number, f"not executed: {error}; then send this call again"))
             return
-        call, succeeded = model.log.call_of(number), True
+        call, copied = model.log.call_of(number), False
         try:
             self._count_attempt(model, number)
-            answer = Answer(number, *self.actions[call.kind](model, call, True))
+            content = self.actions[call.kind](model, call, True)
+            answer = CallAnswer(number, encoded(content), isinstance(content, dict))
+            old_s = time.monotonic() - model.saved_at
+            copied = call.kind in CHANGING and old_s > self.serve.checkpoint_s
         except CallError as error:
-            answer, succeeded = failed(number, str(error)), False
+            answer = failed(number, str(error))
         model.applied = number
         faults.point("calls.executed")
         model.log.answer(answer)
         model.attempts.unlink(missing_ok=True)
-        if (
-            succeeded
-            and call.kind in CHANGING
-            and time.monotonic() - model.saved_at > self.settings.checkpoint_s
-        ):
+        if copied:
             self._save_state(model)
 
     def _count_attempt(self, model: Model, number: int) -> None:
         """Counts the attempts to execute a call in a file, which outlives this process. Raises
         CallError for a call that has ended the process too often: the clients of all models
         would wait for it."""
-        attempts = 1
+        attempts, limit = 1, self.config.supervisor.quarantine_after
         with suppress(OSError, ValueError):  # there is none, or a power cut has left a part of it
             last, before = map(int, model.attempts.read_text().split())
             attempts = before + 1 if last == number else 1
-        limit = self.config.supervisor.quarantine_after
         if attempts > limit:
-            few = (
-                "with fewer tokens at once if memory was short (see the log), or raise "
-                "supervisor.quarantine_after"
-            )
             raise CallError(
                 f"not executed: the trainer has died {limit} times during this call; send it "
-                f"again {few}"
+                "again with fewer tokens at once if memory was short (see the log), or raise "
+                "supervisor.quarantine_after"
             )
         write_file(model.attempts, f"{number} {attempts}".encode(), durable=False)
 
@@ -271,14 +263,13 @@ class Training:
                 break
         for old in range(model.applied + 1, number):
             call, answer = model.log.call_of(old), model.log.answer_of(old).body
-            had_failed = answer.startswith(FAILED)
             try:
                 if not was_left_out(call, answer):
                     self._with_room(model, partial(self.actions[call.kind], model, call, False))
-            except NoRoomError:
-                raise
             except CallError as error:
-                if not had_failed:
+                if isinstance(error, NoRoomError):
+                    raise
+                if not answer.startswith(FAILED):
                     raise RunError(
                         f"call {old} of {model.id} cannot be executed again: {error}", RESTART
                     ) from None
@@ -288,20 +279,13 @@ class Training:
         """Executes what may need memory for a model. Where that is short, other models leave it,
         the one that was not asked for longest first, as far as nobody has asked for them for
         `idle_s`; their calls load them again. Raises CallError."""
-        # new ones may come
-        others = [
-            other
-            for other in list(self.models.values())
-            if other is not model and other.applied >= 0
-        ]
-        others = sorted(
-            (other for other in others if time.time() - other.used >= idle_s),
-            key=lambda other: other.used,
-        )
+        others = sorted(self._loaded(), key=lambda other: other.used)
         while True:
             try:
                 return execute()
             except NoRoomError:
+                last = time.time() - idle_s
+                others = [other for other in others if other is not model and other.used <= last]
                 if not others:
                     raise
                 self._forget(others.pop(0))
@@ -315,9 +299,9 @@ class Training:
             remove_directory(old)
         model.saved_at = time.monotonic()
 
-    # The calls: each returns the body of its answer, and whether that is JSON. `first`: not execute
+    # The calls: each returns the content of its answer. `first`: not executed again ---------------
 
-    def _create(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+    def _create(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, CreateModel)
         lora = request.lora_config
         self._check_base(request.base_model, request.optimizer_config.type)
@@ -329,38 +313,29 @@ class Training:
                 "train_attn true"
             )
         seed = request.model_seq_id if lora.seed is None else lora.seed
-        self._with_room(
-            model, partial(self.learner.create, model.id, lora.rank, seed % 2**63), IDLE_S
-        )
-        return self._made(
-            model, lora.rank, request.user_metadata, {"model_id": model.id, "type": "create_model"}
-        )
+        create = partial(self.learner.create, model.id, lora.rank, seed % 2**63)
+        self._with_room(model, create, IDLE_S)
+        answer = {"model_id": model.id, "type": "create_model"}
+        return answer | {"made": self._make(model, lora.rank, request.user_metadata)}
 
-    def _load(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+    def _load(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, LoadWeights)
-        source, kind, name, _ = self.places.find(request.path, TRAINING)
+        name, _ = self.storage.find(request.path, TRAINING)
+        optimizer = request.optimizer_config.type if request.optimizer_config else "adamw"
         if call.number == 0:
-            self._check_base(
-                request.base_model or self.name,
-                request.optimizer_config.type if request.optimizer_config else "adamw",
-            )
-        folder = self.places.saved(source, kind, name)
-        rank = self._notes(folder)["rank"]
-        if call.number and rank != model.settings.get("lora_rank"):
-            raise CallError(
-                f"{request.path} has rank {rank}, this model {model.settings.get('lora_rank')}"
-            )
-        self._with_room(
-            model, partial(self.learner.load, model.id, folder, request.optimizer), IDLE_S
-        )
+            self._check_base(request.base_model or self.name, optimizer)
+        folder = self.storage.saved(name)
+        rank, of_model = self._notes(folder)["rank"], model.settings.get("lora_rank")
+        if call.number and rank != of_model:
+            raise CallError(f"{request.path} has rank {rank}, this model {of_model}")
+        load = partial(self.learner.load, model.id, folder, request.optimizer)
+        self._with_room(model, load, IDLE_S)
         model.version += 1
         model.saved_at = -1e9  # its source may be deleted: the next copy of the state must not wait
         answer = {"path": request.path, "model_id": model.id, "type": "load_weights"}
-        return (
-            self._made(model, rank, request.user_metadata, answer)
-            if call.number == 0
-            else (json.dumps(answer).encode(), True)
-        )
+        if call.number:
+            return answer
+        return answer | {"made": self._make(model, rank, request.user_metadata)}
 
     def _notes(self, folder: Path) -> dict[str, Any]:
         """Returns the notes of a saved state. Raises CallError if it is damaged."""
@@ -371,54 +346,39 @@ class Training:
 
     def _check_base(self, base_model: str, optimizer: str) -> None:
         if base_model not in (self.name, self.config.model.name):
-            raise CallError(
-                f"base_model {base_model!r}: this server has {self.name}; start it with "
-                f"--serve.alias {base_model}"
-            )
+            raise wrong_base(base_model, self.name)
         if optimizer != "adamw":
             raise CallError(f"optimizer {optimizer!r}: this server has adamw")
 
-    def _made(
-        self, model: Model, rank: int, metadata: dict[str, Any] | None, answer: dict[str, Any]
-    ) -> tuple[bytes, bool]:
-        """Makes the model's run directory, and returns the answer with what the model was made
-        with."""
-        config = self.config.model_copy(deep=True)
-        lora = config.trainer.lora or LoraSettings()
+    def _make(self, model: Model, rank: int, metadata: dict[str, Any] | None) -> dict[str, Any]:
+        """Makes the model's run directory, and returns what the model was made with."""
+        root, config = model.run_dir.root, self.config.model_copy(deep=True)
+        lora = config.trainer.lora or LoraConfig()
         config.trainer.lora = lora.model_copy(update={"rank": rank})
-        config.output_dir, config.name, config.trainer.weights.dir = (
-            str(model.run_dir.root.parent),
-            model.run_dir.root.name,
-            None,
-        )
+        config.output_dir, config.name = str(root.parent), root.name
+        config.trainer.weights.dir = None
         write_config(model.run_dir.config, config)
         model.run_dir.status_dir.mkdir(exist_ok=True)
-        made = {
-            "base_model": self.name,
-            "lora_rank": rank,
-            "user_metadata": metadata,
-            "time": time.time(),
-        }
-        write_json(model.run_dir.root / "made.json", made)
-        return json.dumps({**answer, "made": made}).encode(), True
+        settings = {"base_model": self.name, "lora_rank": rank, "user_metadata": metadata}
+        settings["time"] = time.time()
+        write_json(root / "made.json", settings)
+        return settings
 
-    def _forward_backward(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+    def _forward_backward(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = codec.parse_call(call.body)
         loss = codec.loss_call(request)
         examples = codec.examples(request, self.learner.vocab_size, self.config.model.max_model_len)
         if not first and request.forward_only:
-            return b"", True
+            return b""
         scored = self.learner.forward_backward(model.id, examples, loss, not request.forward_only)
         if not request.forward_only:
             total, count = model.loss
-            targets = sum(int((example.advantages != 0).sum()) for example in examples)
-            model.loss = (
-                total + float(sum(losses.sum() for losses in scored.losses)),
-                count + targets,
-            )
-        return codec.scored_message(request, scored), False
+            total += float(sum(losses.sum() for losses in scored.losses))
+            count += sum(int((example.advantages != 0).sum()) for example in examples)
+            model.loss = (total, count)
+        return codec.scored_message(request, scored)
 
-    def _optim_step(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+    def _optim_step(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, OptimStep)
         if request.adam_params is None:
             raise CallError("optim_step needs adam_params: this server has AdamW alone")
@@ -428,124 +388,99 @@ class Training:
         total, count = model.loss
         model.loss = (0.0, 0)
         if first:
-            self._note_step(
-                model,
-                {"loss/mean": total / max(1, count), "optim/grad_norm": norm, "optim/lr": step.lr},
-            )
-        return json.dumps(
-            {"metrics": {"unclipped_grad_l2:mean": norm, "policy_version:max": model.version}}
-        ).encode(), True
+            metrics = {"loss/mean": total / max(1, count), "optim/grad_norm": norm}
+            self._note_step(model, metrics | {"optim/lr": step.lr})
+        return {"metrics": {"unclipped_grad_l2:mean": norm, "policy_version:max": model.version}}
 
     def _note_step(self, model: Model, metrics: dict[str, float]) -> None:
         if model.id not in self.steps:
             for old in list(self.steps)[: 1 - MOST_OPEN]:
                 os.close(self.steps.pop(old)[0].file)
-            self.steps[model.id] = (
-                MetricsLog(model.run_dir.metrics, "trainer"),
-                Merger(model.run_dir.metrics),
-            )
+            path = model.run_dir.metrics
+            self.steps[model.id] = (MetricsLog(path, "trainer"), Merger(path))
         log, merger = self.steps[model.id]
         log.write(model.version, metrics)
         merger.merge()
 
-    def _save(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+    def _save(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, SaveWeights)
-        path = tinker_path(model.id, TRAINING, request.path)
+        name = (model.id, TRAINING, request.path)
         if first:
-            there = self.places.read_saved(model.id, TRAINING, request.path)
-            folder = self.places.saved(model.id, TRAINING, request.path)
-            if there and not request.overwrite and self._notes(folder).get("number") != call.number:
-                raise CallError(f"{path} exists: choose another name, or overwrite=True")
-            self.learner.save(
-                model.id, folder, {"policy_version": model.version, "number": call.number}
-            )
-            self.places.write_saved(
-                model.id,
-                TRAINING,
-                request.path,
-                new_saved(model.version, request.ttl_seconds, request.user_metadata),
-            )
-        return json.dumps({"path": path, "type": "save_weights"}).encode(), True
+            folder = self.storage.saved(name)
+            taken = self.storage.read_saved(name) and not request.overwrite
+            if taken and self._notes(folder).get("number") != call.number:
+                raise CallError(
+                    f"{tinker_path(name)} exists: choose another name, or overwrite=True"
+                )
+            notes = {"policy_version": model.version, "number": call.number}
+            self.learner.save(model.id, folder, notes)
+            saved = new_saved(model.version, request.ttl_seconds, request.user_metadata)
+            self.storage.write_saved(name, saved)
+        return {"path": tinker_path(name), "type": "save_weights"}
 
-    def _save_for_sampler(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+    def _save_for_sampler(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, SaveWeightsForSampler)
         folder = model.run_dir.weights(model.version)
         if first and model.version and not folder.exists():
             self.learner.publish(model.id, folder, model.run_dir.digests(model.version))
             self._delete_old(model)
-        answer: dict[str, Any] = {
-            "type": "save_weights_for_sampler",
-            "policy_version": model.version,
-        }
-        if request.path is None:
-            if request.kind == "inflight":
-                raise CallError(
-                    'kind "inflight": this server samples from fixed versions; leave it at '
-                    '"snapshot"'
-                )
-            if request.sampling_session_seq_id is None:
-                raise CallError("give a path, or sampling_session_seq_id")
-            session = model.id.partition(":train:")[0]
-            answer["sampling_session_id"] = f"{session}:sample:{request.sampling_session_seq_id}"
-        else:
-            saved = new_saved(model.version, request.ttl_seconds, request.user_metadata)
-            answer["path"] = (
-                self.places.write_saved(model.id, SAMPLER, request.path, saved) if first else ""
+        answer = {"type": "save_weights_for_sampler", "policy_version": model.version}
+        if request.path is not None:
+            name = (model.id, SAMPLER, request.path)
+            if first:
+                saved = new_saved(model.version, request.ttl_seconds, request.user_metadata)
+                self.storage.write_saved(name, saved)
+            return answer | {"path": tinker_path(name)}
+        if request.kind == "inflight":
+            raise CallError(
+                'kind "inflight": this server samples from fixed versions; leave it at "snapshot"'
             )
-        return json.dumps(answer).encode(), True
+        if request.sampling_session_seq_id is None:
+            raise CallError("give a path, or sampling_session_seq_id")
+        session = model.id.partition(":train:")[0]
+        sampling_id = f"{session}:sample:{request.sampling_session_seq_id}"
+        return answer | {"sampling_session_id": sampling_id}
 
-    def _save_external(self, model: Model, call: Call, first: bool) -> tuple[bytes, bool]:
+    def _save_external(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, SaveWeightsExternal)
         if request.age_encryption_recipients:
             raise CallError("this server does not encrypt: leave age_encryption_recipients out")
-        path = tinker_path(model.id, EXTERNAL, request.path)
+        name = (model.id, EXTERNAL, request.path)
         if first:
-            there = self.places.read_saved(model.id, EXTERNAL, request.path)
-            if there and there.policy_version != model.version:
-                raise CallError(f"{path} exists: choose another name, or delete it")
-            self.learner.publish(
-                model.id, self.places.saved(model.id, EXTERNAL, request.path), None
-            )
-            self.places.write_saved(
-                model.id,
-                EXTERNAL,
-                request.path,
-                new_saved(model.version, request.ttl_seconds, None),
-            )
-        return json.dumps({"path": path, "type": "save_weights_external"}).encode(), True
+            saved = self.storage.read_saved(name)
+            if saved and saved.policy_version != model.version:
+                raise CallError(f"{tinker_path(name)} exists: choose another name, or delete it")
+            self.learner.publish(model.id, self.storage.saved(name), None)
+            self.storage.write_saved(name, new_saved(model.version, request.ttl_seconds))
+        return {"path": tinker_path(name), "type": "save_weights_external"}
 
     def _delete_old(self, model: Model) -> None:
         """Deletes versions that are neither among the newest, nor named, nor sampled from."""
-        named = {
-            saved.policy_version
-            for kind, _, saved in self.places.all_saved(model.id)
-            if kind == SAMPLER
-        }
+        saved = self.storage.all_saved(model.id)
+        named = {record.policy_version for name, record in saved if name[1] == SAMPLER}
         versions = numbered(model.run_dir.weights_dir)
         newest = sorted(versions)[-self.config.trainer.weights.keep_last :]
         for version in versions.keys() - named - self.sampled(model.id) - {*newest}:
             remove_directory(versions[version])
 
 
-def failed(number: int, message: str) -> Answer:
+def encoded(content: Content) -> bytes:
+    return json.dumps(content).encode() if isinstance(content, dict) else content
+
+
+def wrong_base(base_model: str | None, name: str) -> CallError:
+    return CallError(
+        f"base_model {base_model!r}: this server has {name}; start it with "
+        f"--serve.alias {base_model}"
+    )
+
+
+def failed(number: int, message: str) -> CallAnswer:
     """Returns the answer to a call that has failed."""
-    return Answer(number, json.dumps({"error": message, "category": "user"}).encode())
+    return CallAnswer(number, encoded({"error": message, "category": "user"}))
 
 
-def was_left_out(call: Call, answer: bytes) -> bool:
+def was_left_out(call: ClientCall, answer: bytes) -> bool:
     """Returns whether a call that was answered so had no effect, and might have one today: then
     there was no memory, or no such path."""
     return answer.startswith(NOT_EXECUTED) or (call.kind in MAKING and answer.startswith(FAILED))
-
-
-def decode(body: bytes, kind: type[T]) -> T:
-    """Returns a JSON request, in which Python's NaN and Infinity may be numbers: they are
-    refused where they are used. Raises CallError."""
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except UNREADABLE:
-        pass
-    try:
-        return msgspec.convert(json.loads(body), type=kind)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise CallError(f"not a {getattr(kind, '__name__', kind)}: {error}") from None

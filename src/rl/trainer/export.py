@@ -12,8 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rl.config.trainer import LoraConfig
 from rl.models.folder import weights_digest
-from rl.run_dir.checksums import check_version, verify_checkpoint
-from rl.run_dir.deltas import readable
+from rl.run_dir.checksums import check_version, readable, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES

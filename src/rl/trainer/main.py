@@ -28,12 +28,7 @@ from rl.system.prefork import leave
 from rl.trainer.departure import LEFT, Departure, grace_s
 from rl.trainer.parallel.lost import naming_lost_ranks, status_name
 
-SLOW_IMPORTS = (
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
-    "rl.trainer.sft.source",
-    "rl.trainer.start",
-)
+SLOW_IMPORTS = "torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.start"
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Environment variables with which users configure torch's GPU allocator; torch reads them at
@@ -95,20 +90,15 @@ def preload(config: RLConfig) -> None:
 def run(config: RLConfig, rank: int, departure: Departure) -> int:
     """Takes the trainer's role, connects the ranks, trains, and shuts everything down. Returns
     the exit code: LEFT if SIGTERM ended it."""
-    name = status_name(rank)
+    run_dir, settings, name = config.run_dir, config.trainer, status_name(rank)
     lease = None
     if rank == 0:
-        lease = hold_role(config.run_dir.lock("trainer"), ROLE_WAIT_S)
-        own = (
-            config.run_dir.weights_dir,
-            config.run_dir.checkpoints,
-            config.run_dir.digests_dir,
-            config.run_dir.tokens_dir,
-        )
-        clean_leftovers(*own, ours="")
-    if not config.trainer.data.fake:  # a benchmark writes only what the user asks for
-        spans.start(config.run_dir.spans, name)
-    status = Status(config.run_dir.status(name), name)
+        lease = hold_role(run_dir.lock("trainer"), ROLE_WAIT_S)
+        folders = run_dir.weights_dir, run_dir.checkpoints, run_dir.digests_dir, run_dir.tokens_dir
+        clean_leftovers(*folders, ours="")
+    if not settings.data.fake:  # a benchmark writes only what the user asks for
+        spans.start(run_dir.spans, name)
+    status = Status(run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
     base = resolve_model(config.model, needs_template=config.plays)
     from transformers.utils.logging import disable_progress_bar
@@ -117,15 +107,13 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     from rl.trainer.measure.memory import keep_to_share
     from rl.trainer.parallel.rendezvous import START_TIMEOUT_S
     from rl.trainer.parallel.world import check_nodes, start_world
-    from rl.trainer.replay import open_log
-    from rl.trainer.sft.source import FromExamples, open_source
     from rl.trainer.start import start
     from rl.trainer.train import train
+    from rl.trainer.trainer import WRITING, kind_of
 
     disable_progress_bar()
     if os.environ.get("WORLD_SIZE", "1") != "1":
         status.enter(Phase.WAITING_FOR_RANKS)
-    settings = config.trainer
     world = start_world(
         uses_gpus(config),
         settings.patience_s,
@@ -135,31 +123,21 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
         max(START_TIMEOUT_S, settings.rank_timeout_s),
     )
     keep_to_share(config, world.device)
-    check_nodes(world, config.run_dir.root, to_toml(config).encode())
-    source = None
-    if settings.data.replay:
-        source = open_log(config, settings.data.replay)
-    elif config.sft:
-        source = open_source(config, base, world, status)
-    if isinstance(source, FromExamples):
-        config = config.model_copy(update={"max_steps": source.num_steps})
-    status.enter(Phase.LOADING_MODEL, max_steps=config.max_steps)
-    # neither `rl` nor an orchestrator
-    alone = (
-        settings.data.replay or settings.data.fake or (config.sft and LAUNCHER not in os.environ)
-    )
-    merges = merging(config.run_dir.metrics, partial(check_fence, config.run_dir.lock("trainer")))
-    with (
-        merges if alone and rank == 0 else contextlib.nullcontext(),
-        naming_lost_ranks(config.run_dir, rank, world.size),
-    ):
-        has_left = train(start(config, world, base, status, source, departure))
+    check_nodes(world, run_dir.root, to_toml(config).encode())
+    with contextlib.ExitStack() as stack:
+        # with neither `rl` nor an orchestrator nobody else merges metrics
+        alone = kind_of(config) not in WRITING or (config.sft and LAUNCHER not in os.environ)
+        if alone and rank == 0:
+            fence = partial(check_fence, run_dir.lock("trainer"))
+            stack.enter_context(merging(run_dir.metrics, fence))
+        stack.enter_context(naming_lost_ranks(run_dir, rank, world.size))
+        has_left = train(start(config, world, base, status, departure))
     world.close()
     status.close()
     if lease:
         lease.close()
     if rank == 0 and settings.data.fake:
-        print(summary(read_metrics(config.run_dir.metrics).values()))
+        print(summary(read_metrics(run_dir.metrics).values()))
     return LEFT if has_left else 0
 
 

@@ -10,18 +10,14 @@ from safetensors import safe_open
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from rl.config.run import RLConfig
-from rl.config.trainer import ReplayConfig, TrainerConfig, WeightsConfig
-from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, verify_version
-from rl.run_dir.deltas import readable
+from rl.config.trainer import TrainerConfig, WeightsConfig
+from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, readable, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import model_files
 from rl.run_dir.status import Phase
-from rl.trainer.data.batch_sources import BatchSource, FromLog
 from rl.trainer.determinism import differing_conditions
 from rl.trainer.parallel.world import World, ranks_without
-from rl.trainer.sft.source import FromExamples
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.ranks import Ranks
@@ -30,19 +26,6 @@ from rl.trainer.store.versions import PublishedVersion
 from rl.wire.transport import Wait
 
 FOUND = "replay.jsonl"
-
-
-def origin(replay: ReplayConfig) -> RunDir:
-    """Returns the run to train again."""
-    return RunDir(Path(replay.run), Path(replay.weights))
-
-
-def open_log(config: RLConfig, replay: ReplayConfig) -> BatchSource:
-    """Returns the source of the run's batches: its log, or in supervised fine-tuning its
-    examples."""
-    return (
-        FromExamples(config, Path(replay.run) / "data") if config.sft else FromLog(origin(replay))
-    )
 
 
 def record(root: Path, found: dict[str, Any]) -> None:

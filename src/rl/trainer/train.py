@@ -18,7 +18,7 @@ from rl.trainer.measure.memory import explain_out_of_memory
 from rl.trainer.measure.performance import Timer
 from rl.trainer.measure.statistics import Statistics
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.model.policy import Scores, keep_old, score
+from rl.trainer.model.head import Scores, keep_old, score
 from rl.trainer.model.reference import reference_logprobs
 from rl.trainer.optim import optimizer_step
 from rl.trainer.parallel.sharding import finish_gradients, reduce_replicas, sum_over_context

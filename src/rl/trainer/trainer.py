@@ -1,9 +1,10 @@
 """The live objects of a rank (`Trainer`), with what they do before and after a step. `start.py`
 makes them, `train.py` trains with them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -13,20 +14,37 @@ from rl.config.trainer import TrainerConfig
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.status import Phase, Status
 from rl.trainer import determinism
-from rl.trainer.data.fake import step_line
+from rl.trainer.data.fake import text_of
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import Prefetch, Skipped
 from rl.trainer.departure import Departure
 from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer, Work, performance
-from rl.trainer.model.policy import DTYPES, mode_of
+from rl.trainer.model.head import mode_of
+from rl.trainer.model.policy import DTYPES
 from rl.trainer.parallel.world import World
 from rl.trainer.sft.source import validate
 from rl.trainer.store import versions
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
 from rl.trainer.store.token_files import TokenFiles
+
+Kind = Literal["rl", "recorded", "sft", "fake", "replay"]
+SAMPLED = ("rl", "recorded")
+"""The kinds whose batches come from the orchestrator: it reads every version, and its
+log-probabilities are compared."""
+WRITING = (*SAMPLED, "sft")
+"""The kinds that write versions and checkpoints: a replay compares them, and a benchmark on random
+samples has none."""
+
+
+def kind_of(config: RLConfig) -> Kind:
+    """Returns what the trainer does in a run."""
+    data = config.trainer.data
+    if data.fake or data.replay:
+        return "fake" if data.fake else "replay"
+    return "sft" if config.sft else "recorded" if config.recorded else "rl"
 
 
 @dataclass
@@ -71,9 +89,9 @@ class Trainer:
     metrics: MetricsLog | None
     """None on all ranks but 0."""
     status: Status
+    departure: Departure
     version: versions.PublishedVersion | None = None
     """The version published last, of which this rank holds its slices."""
-    departure: Departure = field(default_factory=Departure)
 
     @property
     def last(self) -> int:
@@ -82,11 +100,14 @@ class Trainer:
         return min(self.config.max_steps, replay.until) if replay else self.config.max_steps
 
     @property
+    def kind(self) -> Kind:
+        return kind_of(self.config)
+
+    @property
     def every_version_is_read(self) -> bool:
         """Whether every version is sampled from or compared by a replay; otherwise only those of
         checkpoints are published."""
-        settings = self.config.trainer.data
-        return not (self.config.sft or settings.fake) or bool(settings.replay)
+        return self.kind in (*SAMPLED, "replay")
 
     def begin(self) -> None:
         """Requests the first batch, tries out memory on a GPU, then publishes the version
@@ -95,29 +116,21 @@ class Trainer:
             self.batches.ask(self.step + 1)
             if self.context.world.device.type == "cuda":
                 self.status.enter(Phase.TRYING_MEMORY)
-                whole = partial(self.batches.pack, minibatches=1)
-                try_largest(
-                    self.context.model,
-                    self.context.optimizer,
-                    whole,
-                    self.config,
-                    self.context.world,
-                )
+                context, whole = self.context, partial(self.batches.pack, minibatches=1)
+                try_largest(context.model, context.optimizer, whole, self.config, context.world)
         if self.step:
             # the run may have been killed before it did; an intact version on disk is not written
             # again
             self.publish()
         elif before := self.validate():
             self.write(before)
-        self.departure.can_save = not (
-            self.config.trainer.data.fake or self.config.trainer.data.replay
-        )
+        self.departure.can_save = self.kind in WRITING
 
     def receive(self, step: int) -> Packed | Skipped | None:
         """Returns the batch of `step`, and requests the next one. None: the run has ended, or
         this trainer leaves it. Raises the errors of all threads."""
-        writers = (self.publisher, self.saver, self.context.token_files)
-        ready = self.batches.take(step, [writer.thread for writer in writers if writer])
+        writers = filter(None, (self.publisher, self.saver, self.context.token_files))
+        ready = self.batches.take(step, [writer.thread for writer in writers])
         if self.leaves():
             return None
         if ready is not None and step < self.last:
@@ -134,7 +147,7 @@ class Trainer:
         """Copies the weights of version `step`; the publisher's thread writes and announces them
         while training continues."""
         context = self.context
-        if context.settings.data.fake:
+        if self.kind == "fake":
             return
         self.status.enter(Phase.PUBLISHING, self.step)
         self.publisher.free()  # before the copy: two copies would take twice the memory
@@ -153,7 +166,7 @@ class Trainer:
         Returns the metrics.
         """
         context = self.context
-        if not context.parity or self.config.recorded:  # nobody could answer
+        if not context.parity or self.kind == "recorded":  # nobody could answer
             return {}
         metrics = context.parity.at_checkpoint(
             self.step, context.model, self.batches.pack, context.world, self.step < self.last
@@ -165,7 +178,7 @@ class Trainer:
         """Returns the loss on the held-out batches that are due now; empty if the source has
         none, and in a replay."""
         batches = self.batches.source.validation(self.step)
-        if not batches or self.config.trainer.data.replay:
+        if not batches or self.kind == "replay":
             return {}
         self.status.enter(Phase.VALIDATING, self.step)
         metrics = validate(self.context.model, batches, self.batches.pack, self.context.world)
@@ -191,13 +204,13 @@ class Trainer:
     def write(self, metrics: dict[str, float]) -> None:
         if self.metrics:
             self.metrics.write(self.step, metrics)
-            if self.config.trainer.data.fake:
-                print(step_line(self.step, metrics), flush=True)
+            if self.kind == "fake":
+                print(f"step {self.step}: {text_of(metrics)}", flush=True)
 
     def finish(self) -> None:
         """Saves a checkpoint of the last step if there is none, and waits for the writing
         threads."""
-        if self.step > self.saver.newest_started and not self.config.trainer.data.fake:
+        if self.step > self.saver.newest_started and self.kind != "fake":
             self.save_checkpoint()
         self.publisher.finish()
         if self.context.token_files:

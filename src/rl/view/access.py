@@ -1,18 +1,19 @@
 """Access control of the page: a link that `rl view` printed lets one browser in, which then has
 a cookie."""
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.run_dir.access_token import derived, is_loopback, link
-from rl.wire.gate import CLOSE, HttpGate, header, host_name, refusal
+from rl.wire.gate import CLOSE, HttpGate, header, refusal
 
 NO_ACCESS = (
     "this browser has no access: open the newest link printed by `rl view`, or by a run with "
@@ -28,17 +29,9 @@ address does, too.</li> <li>For this browser, open the newest link that <code>rl
 run with <code>--view</code>, has printed.</li> <li><code>uv run rl view RUN</code> in a terminal
 prints a new one at any time.</li></ul></html>
 """
-POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self' data:",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 """The content security policy: scripts and styles only from files of the page, nothing from
 elsewhere."""
@@ -86,18 +79,14 @@ class PageGate(HttpGate):
         cookie; None for other requests."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
             return refusal(405, "read_only", "this page is read-only: send GET", CLOSE | HEADERS)
-        if (refused := self.foreign_host(scope)) or (refused := self.foreign_origin(scope)):
+        if refused := self.foreign_host(scope) or self.foreign_origin(scope):
             return refused
-        if (
-            scope["path"] == "/"
-            and scope["method"] == "GET"
-            and secrets.compare_digest(b"?" + scope["query_string"], self.link)
-        ):
+        path, query = scope["path"], b"?" + scope["query_string"]
+        is_link = path == "/" and scope["method"] == "GET"
+        if is_link and secrets.compare_digest(query, self.link):
             self.next_link()
             return self.let_in()
-        if scope["path"].startswith(f"{self.folder}/") and any(
-            map(self.is_token, self.cookies(scope))
-        ):
+        if path.startswith(f"{self.folder}/") and any(map(self.is_token, self.cookies(scope))):
             return None
         if self.is_for_people(scope):
             return HTMLResponse(NO_ACCESS_PAGE, 401, CLOSE | HEADERS)
@@ -109,31 +98,23 @@ class PageGate(HttpGate):
 
     def foreign_origin(self, scope: Scope) -> Response | None:
         """The refusal of a request made by another page, else None."""
-        own = {host_name(value) + port_of(value) for value in header(scope, b"host")}
-        origins = [urlsplit(value.decode("latin-1")) for value in header(scope, b"origin")]
-        foreign = any(origin.netloc not in own for origin in origins) or b"cross-site" in header(
-            scope, b"sec-fetch-site"
-        )
-        if foreign and not (
-            self.is_for_people(scope) and b"navigate" in header(scope, b"sec-fetch-mode")
-        ):
-            return refusal(
-                403, "foreign_origin", "this server only answers its own page", CLOSE | HEADERS
-            )
-        return None
+        hosts = {value.strip() for value in header(scope, b"host")}
+        origins = [value.partition(b"://")[2] for value in header(scope, b"origin")]
+        is_own = hosts.issuperset(origins) and b"cross-site" not in header(scope, b"sec-fetch-site")
+        is_visit = self.is_for_people(scope) and b"navigate" in header(scope, b"sec-fetch-mode")
+        if is_own or is_visit:
+            return None
+        text = "this server only answers its own page"
+        return refusal(403, "foreign_origin", text, CLOSE | HEADERS)
 
     def cookies(self, scope: Scope) -> list[bytes]:
         """The values of our cookie in a request."""
-        found = []
-        for value in header(scope, b"cookie"):
-            try:
-                jar = SimpleCookie(value.decode("latin-1"))
-            except CookieError:
-                continue
-            found += (
-                [jar[self.cookie].value.encode("latin-1", "replace")] if self.cookie in jar else []
-            )
-        return found
+        values = []
+        for text in header(scope, b"cookie"):
+            with contextlib.suppress(CookieError):
+                jar = SimpleCookie(text.decode("latin-1"))
+                values += [each.value for name, each in jar.items() if name == self.cookie]
+        return [value.encode("latin-1", "replace") for value in values]
 
     def let_in(self) -> Response:
         """Sets the cookie and sends the browser to the page, so that the link stays neither in
@@ -153,27 +134,17 @@ class PageGate(HttpGate):
         return response
 
 
-def port_of(host: bytes) -> str:
-    """The port of a Host header, such as `:8411`; empty if there is none."""
-    return host.decode("latin-1").strip()[len(host_name(host)) :]
-
-
 def with_headers(app: ASGIApp) -> ASGIApp:
     """Wraps the app so that each of its responses has HEADERS."""
-    added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
-    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+    async def with_them(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                kept = [
-                    pair
-                    for pair in message["headers"]
-                    if pair[0].decode() not in HEADERS or pair[0] == b"cache-control"
-                ]
-                there = {name for name, _ in kept}
-                message["headers"] = [*kept, *(pair for pair in added if pair[0] not in there)]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
             await send(message)
 
         await app(scope, receive, send_with_headers)
 
-    return answering
+    return with_them

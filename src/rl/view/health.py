@@ -8,7 +8,6 @@ from pathlib import Path
 from rl.diagnosis.machines import does, facts
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import Machine
-from rl.diagnosis.waits import QUOTE
 from rl.records.run import Run
 from rl.run_dir.status import describe
 from rl.system.credentials import redact
@@ -38,7 +37,7 @@ def health(run: Run) -> Health:
     return Health(
         state=found.state,
         bottleneck=visible(found.bottleneck),
-        lines=[visible(line) for line in found.lines if not line.startswith(QUOTE)],
+        lines=[visible(line.text) for line in found.lines],
         findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
         processes=processes(run, live=found.state == "live"),
         machines=[machine_row(machine, run) for machine, _ in found.machines],

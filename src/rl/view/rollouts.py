@@ -3,8 +3,9 @@
 import json
 import math
 import time
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 
 from rl.diagnosis.rollouts import Row, calls_of, contains, content_texts, num_prompt_messages, plain
@@ -13,7 +14,6 @@ from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.explain import explanation
-from rl.view.queries import Limit, Number, Offset, Query
 from rl.view.responses import Call, Histogram, Message, RolloutDetail, RolloutRow
 from rl.view.responses import Rollouts as Page
 
@@ -30,7 +30,14 @@ MOST_CHARACTERS = 200_000
 """Maximum length of one message; the middle of a longer one is left out."""
 
 
-class Wanted(Query):
+Number = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+"""A finite number in a query."""
+Offset = Annotated[int, msgspec.Meta(ge=0)]
+Limit = Annotated[int, msgspec.Meta(ge=1, le=500)]
+"""Number of rows on a page."""
+
+
+class Wanted(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """The parameters that select rollouts of a run; None and empty text match any."""
 
     run: str
@@ -59,7 +66,7 @@ class Wanted(Query):
     limit: Limit = 50
 
 
-class Which(Query, kw_only=True):
+class Which(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Identifies one rollout of a run: in training by group, in an evaluation by version,
     evaluation and task."""
 

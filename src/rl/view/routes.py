@@ -1,9 +1,9 @@
-"""The table of routes that the page can request, each with its parameters and the type of its
-answer."""
+"""The requests of the page: each public method of Handlers answers one, at `/api/<name>`. Its
+parameters are those of the query, its return type is that of the answer."""
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -11,183 +11,168 @@ import msgspec
 from rl.records.run import Run
 from rl.view import curves, health, responses, rollouts, runs, tasks, timeline, tokens
 from rl.view.library import Library
-from rl.view.queries import Limit, Number, Offset, Query
-from rl.view.rollouts import Wanted, Which
+from rl.view.rollouts import Limit, Number, Offset, Wanted, Which
 
-
-class OfRun(Query):
-    """One run."""
-
-    run: str
-
-
-class OfRuns(Query):
-    """Several runs."""
-
-    run: list[str]
-
-
-class CurveParameters(OfRuns):
-    """Metrics of runs, between two positions on the axis."""
-
-    name: list[str] = []
-    axis: Literal["step", "rollouts", "tokens", "time"] = "step"
-    begin: Number | None = None
-    end: Number | None = None
-
-
-class TokensParameters(OfRun):
-    """A stretch of a trained rollout."""
-
-    step: int
-    group: int
-    rollout: int
-    offset: Offset = 0
-    limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1024
-
-
-class TasksParameters(OfRun):
-    """A page of the tasks."""
-
-    kind: Literal["train", "eval"] = "train"
-    env: str = ""
-    number: int | None = None
-    """Only the task with this number, in each environment."""
-    sort: str = ""
-    descending: bool = True
-    offset: Offset = 0
-    limit: Limit = 50
-
-
-class TaskParameters(OfRun, kw_only=True):
-    """One task."""
-
-    kind: Literal["train", "eval"] = "train"
-    env: str
-    task: int
-
-
-class TimelineParameters(OfRun):
-    """An interval in seconds since the epoch; by default the newest minutes."""
-
-    begin: Number | None = None
-    end: Number | None = None
-
-
-class LogParameters(OfRun, kw_only=True):
-    """The end of a log."""
-
-    process: str
-    attempt: int | None = None
-    lines: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 200
+Kind = Literal["train", "eval"]
 
 
 class Handlers:
     """Answers the requests of the page. Thread-safe."""
 
     def __init__(self, library: Library):
-        self.library, self.list = library, runs.RunList(library)
+        self._library, self._list = library, runs.RunList(library)
 
     @contextmanager
-    def reading(self, keys: Sequence[str]) -> Iterator[list[Run]]:
+    def _reading(self, keys: Sequence[str]) -> Iterator[list[Run]]:
         """The runs, locked so that no other thread updates their metrics and spans meanwhile."""
-        found = {key: self.library.run(key) for key in keys}
+        opened = {key: self._library.run(key) for key in keys}
         with ExitStack() as stack:
-            for key in sorted(found):  # a fixed order avoids deadlocks
-                stack.enter_context(found[key].reading)
-            yield [found[key] for key in keys]
+            for key in sorted(opened):  # a fixed order avoids deadlocks
+                stack.enter_context(opened[key].reading)
+            yield [opened[key] for key in keys]
 
-    def runs(self, _: Query) -> responses.Runs:
-        return responses.Runs(runs=self.list.all(), place=self.library.place)
+    def runs(self) -> responses.Runs:
+        """Every run, most recently changed first."""
+        return responses.Runs(runs=self._list.all(), place=self._library.place)
 
-    def compare(self, given: OfRuns) -> responses.Comparison:
-        with self.reading(given.run) as found:
-            return runs.compare(given.run, found)
+    def compare(self, run: list[str]) -> responses.Comparison:
+        """Settings that differ, and evaluations."""
+        with self._reading(run) as opened:
+            return runs.compare(run, opened)
 
-    def metrics(self, given: OfRuns) -> responses.Metrics:
-        with self.reading(given.run) as found:
-            return curves.metrics(found)
+    def metrics(self, run: list[str]) -> responses.Metrics:
+        """The names and meanings of all metrics."""
+        with self._reading(run) as opened:
+            return curves.metrics(opened)
 
-    def curves(self, given: CurveParameters) -> responses.Curves:
-        with self.reading(given.run) as found:
-            return curves.curves(given.run, found, given.name, given.axis, given.begin, given.end)
+    def curves(
+        self,
+        run: list[str],
+        name: list[str] = [],  # noqa: B006
+        axis: curves.Axis = "step",
+        begin: Number | None = None,
+        end: Number | None = None,
+    ) -> responses.Curves:
+        """Values of metrics, and what happened at which step, between two positions on the axis."""
+        with self._reading(run) as opened:
+            return curves.curves(run, opened, name, axis, begin, end)
 
-    def rollouts(self, given: Wanted) -> responses.Rollouts:
-        return rollouts.page(self.library.run(given.run), given)
+    def rollouts(self, wanted: Wanted) -> responses.Rollouts:
+        """A page of rollouts."""
+        return rollouts.page(self._library.run(wanted.run), wanted)
 
-    def rollout(self, given: Which) -> responses.RolloutDetail:
-        run = self.library.run(given.run)
-        return rollouts.in_full(run, *rollouts.find(run, given))
+    def rollout(self, which: Which) -> responses.RolloutDetail:
+        """One rollout in full."""
+        run = self._library.run(which.run)
+        return rollouts.in_full(run, *rollouts.find(run, which))
 
-    def tokens(self, given: TokensParameters) -> responses.Tokens:
-        return tokens.tokens(
-            self.library.run(given.run),
-            given.step,
-            given.group,
-            given.rollout,
-            given.offset,
-            given.limit,
-        )
+    def tokens(
+        self,
+        run: str,
+        step: int,
+        group: int,
+        rollout: int,
+        offset: Offset = 0,
+        limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1024,
+    ) -> responses.Tokens:
+        """A stretch of a trained rollout token by token."""
+        return tokens.tokens(self._library.run(run), step, group, rollout, offset, limit)
 
-    def tasks(self, given: TasksParameters) -> responses.Tasks:
-        run = self.library.run(given.run)
-        rows = tasks.ordered(run, given.kind, given.env, given.number, given.sort, given.descending)
-        shown = tasks.with_prompts(
-            run.rollouts(given.kind), rows[given.offset : given.offset + given.limit]
-        )
+    def tasks(
+        self,
+        run: str,
+        kind: Kind = "train",
+        env: str = "",
+        number: int | None = None,
+        sort: str = "",
+        descending: bool = True,
+        offset: Offset = 0,
+        limit: Limit = 50,
+    ) -> responses.Tasks:
+        """A page of tasks. number: only the task with this number, in each environment."""
+        opened = self._library.run(run)
+        rows = tasks.ordered(opened, kind, env, number, sort, descending)
         return responses.Tasks(
-            total=len(rows), offset=given.offset, rows=shown, damaged=list(run.damaged.values())
+            total=len(rows),
+            offset=offset,
+            rows=tasks.with_prompts(opened.rollouts(kind), rows[offset : offset + limit]),
+            damaged=list(opened.damaged.values()),
         )
 
-    def task(self, given: TaskParameters) -> responses.Task:
-        return tasks.one_task(self.library.run(given.run), given.kind, given.env, given.task)
+    def task(self, run: str, env: str, task: int, kind: Kind = "train") -> responses.Task:
+        """One task over all versions."""
+        return tasks.one_task(self._library.run(run), kind, env, task)
 
-    def timeline(self, given: TimelineParameters) -> responses.Timeline:
-        with self.reading([given.run]) as (run,):
-            return timeline.timeline(run, given.begin, given.end)
+    def timeline(
+        self, run: str, begin: Number | None = None, end: Number | None = None
+    ) -> responses.Timeline:
+        """What each process did between two times, by default in the newest minutes."""
+        with self._reading([run]) as (opened,):
+            return timeline.timeline(opened, begin, end)
 
-    def health(self, given: OfRun) -> responses.Health:
-        return health.health(self.library.run(given.run))
+    def health(self, run: str) -> responses.Health:
+        """Problems with their evidence."""
+        return health.health(self._library.run(run))
 
-    def log(self, given: LogParameters) -> responses.Log:
-        return health.log(self.library.run(given.run), given.process, given.attempt, given.lines)
+    def log(
+        self,
+        run: str,
+        process: str,
+        attempt: int | None = None,
+        lines: Annotated[int, msgspec.Meta(ge=1, le=2000)] = 200,
+    ) -> responses.Log:
+        """The end of a log."""
+        return health.log(self._library.run(run), process, attempt, lines)
 
 
-@dataclass(frozen=True)
 class Route:
-    """One route of the API, at `/api/<name>`."""
+    """One request."""
 
-    name: str
-    takes: type[Query]
-    gives: type[responses.Answer]
-    what: str
+    def __init__(self, method: Callable[..., Any]):
+        signature = inspect.signature(method)
+        _, *parameters = signature.parameters.values()
+        self.name, self.method = method.__name__, method
+        self.gives: type[responses.Answer] = signature.return_annotation
+        self.is_whole = parameters != [] and parameters[0].annotation in (Wanted, Which)
+        """Whether the method takes the query as one object."""
+        fields = [
+            (each.name, each.annotation, *([] if each.default is each.empty else [each.default]))
+            for each in parameters
+        ]
+        self.takes: type[msgspec.Struct] = (
+            parameters[0].annotation
+            if self.is_whole
+            else msgspec.defstruct(self.name, fields, kw_only=True, forbid_unknown_fields=True)
+        )
 
     def ask(self, handlers: Handlers, pairs: list[tuple[str, str]]) -> Any:
         """The answer to a query. Raises msgspec.ValidationError for invalid parameters, and
         RunError."""
-        return getattr(handlers, self.name)(parse(pairs, self.takes))
+        query = parse(pairs, self.takes)
+        if self.is_whole:
+            return self.method(handlers, query)
+        return self.method(handlers, **msgspec.structs.asdict(query))
 
 
-def parse(pairs: list[tuple[str, str]], kind: type[Query]) -> Any:
+def parse(pairs: list[tuple[str, str]], kind: type[msgspec.Struct]) -> Any:
     """Parses the pairs of a query; an empty value counts as not given. Raises
     msgspec.ValidationError."""
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    given: dict[str, Any] = {}
+    query: dict[str, Any] = {}
     for name, value in pairs:
         if types.get(name) == list[str]:
-            given.setdefault(name, []).append(value)
+            query.setdefault(name, []).append(value)
         elif value != "":
-            given[name] = value
+            query[name] = value
     try:
-        return msgspec.convert(given, kind, strict=False)
+        return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
         name = str(error).split("`")[-2].removeprefix("$.")  # the message ends with the field
     if name not in types:
-        raise msgspec.ValidationError(
-            f"{name}: no such parameter; there are: {', '.join(sorted(types)) or 'none'}"
-        )
-    said = f"{name} = {given[name]}: give" if name in given else f"{name}: is missing; give"
-    raise msgspec.ValidationError(f"{said} {wanted(types[name])}")
+        known = ", ".join(sorted(types)) or "none"
+        raise msgspec.ValidationError(f"{name}: no such parameter; there are: {known}")
+    fault = f"{name} = {query[name]}:" if name in query else f"{name}: is missing;"
+    raise msgspec.ValidationError(f"{fault} give {in_words(types[name])}")
 
 
 WORDS: dict[Any, str] = {
@@ -199,36 +184,17 @@ WORDS: dict[Any, str] = {
 }
 
 
-def wanted(kind: Any) -> str:
+def in_words(kind: Any) -> str:
     """A parameter's type in words, without whether it is optional."""
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
     if kind in WORDS:
         return WORDS[kind]
-    if get_origin(kind) is Annotated:
-        inner, bounds = get_args(kind)
-        return f"{WORDS[inner]} from {bounds.ge}" + (
-            "" if bounds.le is None else f" to {bounds.le}"
-        )
-    return " or ".join(WORDS[one] for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(get_args(kind))
+    inner, *others = get_args(kind)
+    if get_origin(kind) is not Annotated:
+        return WORDS[inner]  # X | None
+    most = "" if others[0].le is None else f" to {others[0].le}"
+    return f"{WORDS[inner]} from {others[0].ge}{most}"
 
 
-ROUTES = (
-    Route("runs", Query, responses.Runs, "every run, most recently changed first"),
-    Route("compare", OfRuns, responses.Comparison, "settings that differ, and evaluations"),
-    Route("metrics", OfRuns, responses.Metrics, "the names and meanings of all metrics"),
-    Route(
-        "curves",
-        CurveParameters,
-        responses.Curves,
-        "values of metrics, and what happened at which step",
-    ),
-    Route("rollouts", Wanted, responses.Rollouts, "a page of rollouts"),
-    Route("rollout", Which, responses.RolloutDetail, "one rollout in full"),
-    Route("tokens", TokensParameters, responses.Tokens, "a trained rollout token by token"),
-    Route("tasks", TasksParameters, responses.Tasks, "a page of tasks"),
-    Route("task", TaskParameters, responses.Task, "one task over all versions"),
-    Route("timeline", TimelineParameters, responses.Timeline, "what each process did when"),
-    Route("health", OfRun, responses.Health, "problems with their evidence"),
-    Route("log", LogParameters, responses.Log, "the end of a log"),
-)
+ROUTES = [Route(method) for name, method in vars(Handlers).items() if name[0] != "_"]

@@ -1,5 +1,6 @@
 """Serves the page's files, and answers as JSON. Reads run directories, and writes nothing."""
 
+import contextlib
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -7,17 +8,16 @@ from pathlib import Path
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount
-from starlette.routing import Route as At
+from starlette.routing import Route as StarletteRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from rl.records.run import UnknownMetricError
-from rl.run_dir.hashes import blake2b
+from rl.run_dir.files import blake2b
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.system.linux import bind
@@ -38,34 +38,25 @@ def make_app(library: Library) -> ASGIApp:
     async def index(_: Request) -> Response:
         return FileResponse(PAGE / "index.html")
 
-    routes = [
-        At("/", index),
-        *(At(f"/api/{route.name}", answering(handlers, route)) for route in ROUTES),
-        Mount("/page", StaticFiles(directory=PAGE)),
-    ]
-    return GZipMiddleware(Starlette(routes=routes), minimum_size=2000)
+    def endpoint(route: Route) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:  # starlette calls it in a thread
+            try:
+                data = msgspec.json.encode(route.ask(handlers, request.query_params.multi_items()))
+                return with_tag(redact_json(data), request)
+            except msgspec.ValidationError as error:
+                return refusal(400, "bad_parameter", str(error))
+            except UnknownRunError as error:
+                return refusal(404, "unknown_run", str(error))
+            except UnknownMetricError as error:
+                return refusal(404, "unknown_metric", str(error))
+            except (RunError, OSError) as error:
+                return refusal(409, "not_there", str(error))
 
+        return answer
 
-def answering(handlers: Handlers, route: Route) -> Callable:
-    """The endpoint of a route, which reads in a thread."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            pairs = request.query_params.multi_items()
-            answer = await run_in_threadpool(
-                lambda: redact_json(msgspec.json.encode(route.ask(handlers, pairs)))
-            )
-        except msgspec.ValidationError as error:
-            return refusal(400, "bad_parameter", str(error))
-        except UnknownRunError as error:
-            return refusal(404, "unknown_run", str(error))
-        except UnknownMetricError as error:
-            return refusal(404, "unknown_metric", str(error))
-        except (RunError, OSError) as error:
-            return refusal(409, "not_there", str(error))
-        return with_tag(answer, request)
-
-    return endpoint
+    api = [StarletteRoute(f"/api/{route.name}", endpoint(route)) for route in ROUTES]
+    page = [StarletteRoute("/", index), Mount("/page", StaticFiles(directory=PAGE))]
+    return GZipMiddleware(Starlette(routes=[*page, *api]), minimum_size=2000)
 
 
 def with_tag(data: bytes, request: Request) -> Response:
@@ -83,18 +74,16 @@ def with_tag(data: bytes, request: Request) -> Response:
 def bind_any(host: str, port: int | None) -> socket.socket:
     """A bound socket. If no port is given, tries PORT, then lets the kernel choose. Raises
     RunError."""
-    try:
-        return bind(host, PORT if port is None else port, "--port", wait_s=0.0)
-    except RunError:
-        if port is not None:
-            raise
-    return bind(host, 0, "--port")
+    if port is None:
+        with contextlib.suppress(RunError):
+            return bind(host, PORT, "--port", wait_s=0.0)
+    return bind(host, port or 0, "--port", wait_s=0.0)
 
 
 def address(host: str, port: int) -> str:
     """The URL of the page, without the key that lets a browser in."""
-    shown = f"[{host}]" if ":" in host else socket.gethostname() if host == "0.0.0.0" else host
-    return f"http://{shown}:{port}/"
+    name = f"[{host}]" if ":" in host else socket.gethostname() if host == "0.0.0.0" else host
+    return f"http://{name}:{port}/"
 
 
 def serve(
@@ -106,8 +95,8 @@ def serve(
     once the page is up, a new one whenever one was used.
     """
     listener = bind_any(host, port)
-    place = address(host, listener.getsockname()[1])
-    app = PageGate(make_app(library), secret, host, lambda number: new_link(place, number))
+    url = address(host, listener.getsockname()[1])
+    app = PageGate(make_app(library), secret, host, lambda number: new_link(url, number))
     config = uvicorn.Config(
         app,
         log_level="error",

@@ -1,14 +1,12 @@
-"""Chooses the inference server for a request by how busy and how fast each server looks to this
-process, and by the session's last server.
+"""Chooses the inference server for a request by how many requests this process has in flight at
+each, and by the session's last server.
 
-The cost of a request at a server is its pace (seconds per token) times its requests in flight. So a
-server gets fewer requests in proportion to how slow it is, and one that has just joined gets the
+A slow server keeps its requests for longer, and so gets fewer; one that has just joined gets the
 most. A session (the turns of rollouts that begin with the same prompt) stays where its prefix is
-cached as long as that costs at most STAY times the cheapest server.
+cached, unless that server has STAY times as many requests as the one with the fewest.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Iterable
 
@@ -16,12 +14,6 @@ STAY = 2.0
 BATCHED = 16
 """Up to this many requests in flight, one more slows none of them down, because the server
 batches them."""
-FORGET_S = 30.0
-"""A pace not confirmed by an answer for this long is measured again, with one request."""
-MEMORY = 0.9
-"""Decay factor of a server's earlier answers in its pace, per new answer."""
-FIXED_TOKENS = 16
-"""The fixed cost of an answer (its prompt, the network), in tokens."""
 DOWN_S = 0.5
 """A server that failed a request gets no further ones for this long."""
 MAX_SESSIONS = 1 << 16
@@ -37,28 +29,12 @@ class Server:
         self.open = True
         """Whether it takes new requests; else it only finishes those it has."""
         self.flights: set[asyncio.Task[tuple[int, bytes]]] = set()
-        self.seconds = self.tokens = 0.0
-        """Decayed sums over its answers."""
-        self.confirmed = -math.inf
-        """When the pace was last measured; `down_until` is when the server may be used again.
-        Both in monotonic time."""
-        self.down_until = -math.inf
-
-    def answered(self, seconds: float, num_tokens: int) -> None:
-        """Records the duration and the number of tokens of an answer."""
-        self.seconds = MEMORY * self.seconds + seconds
-        self.tokens = MEMORY * self.tokens + num_tokens + FIXED_TOKENS
-        self.confirmed = time.monotonic()
+        self.down_until = 0.0
+        """When it may be used again, monotonic time."""
 
     def failed(self) -> None:
         """Records that a request failed."""
         self.down_until = time.monotonic() + DOWN_S
-
-    def pace(self, now: float) -> float | None:
-        """Returns the pace, seconds per token; None if it has to be measured."""
-        if not self.tokens or (now - self.confirmed > FORGET_S and not self.flights):
-            return None
-        return self.seconds / self.tokens
 
 
 class Balancer:
@@ -80,12 +56,10 @@ class Balancer:
         """
         known = self.servers | self.gone
         states = dict.fromkeys(closed, False) | dict.fromkeys(urls, True)
-        self.servers = {url: known.get(url) or Server(url) for url in states}
+        self.servers = {url: known.pop(url, None) or Server(url) for url in states}
         for url, server in self.servers.items():
             server.open = states[url]
-        self.gone = {
-            url: server for url, server in known.items() if url not in states and server.flights
-        }
+        self.gone = {url: server for url, server in known.items() if server.flights}
         if any(states.values()):
             for server in self.gone.values():
                 for flight in server.flights:
@@ -103,17 +77,10 @@ class Balancer:
         """Returns the server for a session's next request; None if there is none."""
         if not (usable := self.usable()):
             return None
-        now = time.monotonic()
-        paces = {server.url: server.pace(now) for server in usable}
-        best = min((pace for pace in paces.values() if pace is not None), default=1.0)
-
-        def cost(server: Server) -> float:
-            pace = paces[server.url]
-            return (best if pace is None else pace) * max(BATCHED, len(server.flights) + 1)
-
-        cheapest = min(usable, key=lambda server: (cost(server), len(server.flights)))
+        least = min(usable, key=lambda server: len(server.flights))
         home = self.servers.get(self.homes.pop(session, ""))
-        chosen = home if home in usable and cost(home) <= STAY * cost(cheapest) else cheapest
+        most = STAY * max(BATCHED, len(least.flights) + 1)
+        chosen = home if home in usable and len(home.flights) < most else least
         self.homes[session] = chosen.url
         if len(self.homes) > MAX_SESSIONS:
             del self.homes[next(iter(self.homes))]

@@ -20,17 +20,19 @@ import msgspec
 from rl.run_dir.files import (
     HEADER,
     MAGIC,
+    UNREADABLE,
     CorruptFileError,
     Data,
+    blake2b,
     decode_record,
     head_of_record,
     reading,
+    sha256,
     write_file,
 )
-from rl.run_dir.hashes import blake2b, sha256
 from rl.run_dir.paths import RunDir, numbers
 from rl.system.errors import RunError
-from rl.wire.messages import UNREADABLE, BatchReady, TrainBatch, TrainingSample
+from rl.wire.messages import BatchReady, TrainBatch, TrainingSample
 
 ENCODER = msgspec.msgpack.Encoder()
 ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")

@@ -8,7 +8,6 @@ request or goes away, the request is sent to another one at once; exactly one an
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Collection
 from contextlib import suppress
@@ -18,16 +17,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from rl.run_dir.access_token import authorization
+from rl.run_dir.files import UNREADABLE
 from rl.run_dir.status import last_seen, read_status, server_files
 from rl.system import faults
 from rl.system.errors import GIVE_UP, RESTART, RunError
 from rl.wire.balance import Balancer, Server
 from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
-from rl.wire.messages import UNREADABLE, VersionSpan, WeightVersion
-from rl.wire.turns import check_lengths
+from rl.wire.messages import VersionSpan, WeightVersion
+from rl.wire.turns import Turn, pack_ids
 from rl.wire.worker_messages import ServerSet
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Incremented when the meaning of a request or an answer changes."""
 STATUS_S = 5.0
 """A server that does not report its version within this time gets no new requests; after the
@@ -37,11 +37,6 @@ OTHER_HISTORY = -1
 was trained again."""
 LOOK_S = 1.0
 """Longest wait for the versions of all servers, so that a slow one does not hold up the others."""
-TOKEN_REMEDY = (
-    "inference at {url} answers {status}: it requires its run's token. Set RL_TOKEN to the "
-    "one in its run directory (status/token), or to "
-    "the same value everywhere"
-)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -57,25 +52,6 @@ class InferenceLostError(RunError):
     `inference`."""
 
     exit_code = RESTART
-
-
-class Generation(msgspec.Struct):
-    """The server's answer to `/generate`."""
-
-    token_ids: list[int]
-    logprobs: list[float | None]
-    """One per token, nats; nan if not finite (null in JSON)."""
-    policy_versions: list[VersionSpan]
-    finish_reason: str
-    routes: bytes | None = None
-    """See Turn, if `routes_from` was among the sampling parameters."""
-    prompt_logprobs: list[float | None] | None = None
-    """One per token of the prompt, nats, of the model itself at temperature 1; None for the
-    first. If they were asked for."""
-
-    def __post_init__(self) -> None:
-        check_lengths(self.token_ids, self.logprobs, self.policy_versions)
-        self.logprobs = [math.nan if logprob is None else logprob for logprob in self.logprobs]
 
 
 class Fault(msgspec.Struct):
@@ -121,27 +97,25 @@ class Expected(msgspec.Struct, frozen=True):
     model: str
     max_model_len: int
 
-    def fault(self, found: HeldVersion) -> str:
+    def fault(self, held: HeldVersion) -> str:
         """Returns why a server cannot be one of the run's, or "". Models are compared by their
         folder's name: its place differs by node."""
-        if Path(found.served_model).name != Path(self.model).name:
-            return (
-                f"serves {found.served_model}, but this run trains {self.model}: start it with "
-                "this run's configuration"
+        fault = ""
+        if Path(held.served_model).name != Path(self.model).name:
+            fault = f"serves {held.served_model}, but this run trains {self.model}"
+        elif held.max_model_len < self.max_model_len:
+            fault = (
+                f"takes {held.max_model_len} tokens, but model.max_model_len = {self.max_model_len}"
             )
-        if found.max_model_len < self.max_model_len:
-            longest = (
-                f"takes {found.max_model_len} tokens, but model.max_model_len = "
-                f"{self.max_model_len}"
-            )
-            return f"{longest}: start it with this run's configuration"
-        return ""
+        return fault and f"{fault}: start it with this run's configuration"
 
 
 def read(content: bytes, kind: type[T]) -> T:
-    """Decodes an answer's content as a `kind`. Raises InferenceLostError for any other content."""
+    """Decodes an answer's content as a `kind`: a Turn is msgpack, anything else JSON. Raises
+    InferenceLostError for any other content."""
     try:
-        return msgspec.json.decode(content, type=kind)
+        decode = msgspec.msgpack.decode if kind is Turn else msgspec.json.decode
+        return decode(content, type=kind)
     except UNREADABLE as error:
         raise InferenceLostError(
             f"inference sent an invalid answer ({error}): {content[:100]!r}. Is "
@@ -163,10 +137,7 @@ class InferenceServers:
         inference_proxy: str = "",
     ):
         self.fixed = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        self.status_path = status_path
-        self.timeout_s = timeout_s
-        self.expected = expected
-        """The requirements that `held` checks."""
+        self.status_path, self.timeout_s, self.expected = status_path, timeout_s, expected
         self.http = HttpClient(inference_proxy)
         self.authorization: dict[str, str] = {}
         """The headers with the token, read once so that requests do not depend on the disk."""
@@ -181,10 +152,8 @@ class InferenceServers:
         self.silent: set[str] = set()
         """Servers that were healthy but did not answer in time lately; they keep the requests
         they have."""
-        self.faults: dict[str, InferenceLostError] = {}
-        """Server -> why it is not usable for this run."""
-        self.away: dict[str, str] = {}
-        """Server -> why it did not answer."""
+        self.problems: dict[str, Exception] = {}
+        """Server -> why it did not answer, or (InferenceLostError) is not usable for this run."""
         self.asking: dict[str, asyncio.Task[None]] = {}
 
     # Who is there ---------------------------------------------------------------------------------
@@ -192,14 +161,14 @@ class InferenceServers:
     def find(self) -> list[str]:
         """Returns the servers' addresses: the fixed ones, or those in the status files of
         processes not known to be dead."""
-        if self.fixed:
+        if self.fixed or not self.status_path.name:
             return self.fixed
-        statuses = (
-            map(read_status, server_files(self.status_path.parent)) if self.status_path.name else ()
-        )
+        statuses = map(read_status, server_files(self.status_path.parent))
         return list(
             dict.fromkeys(
-                one.address for one in statuses if one and one.address and one.lives() is not False
+                status.address
+                for status in statuses
+                if status and status.address and status.lives() is not False
             )
         )
 
@@ -213,10 +182,8 @@ class InferenceServers:
         """Polls all servers. Returns the version of each healthy one; a slow one keeps its last
         version until it counts as away."""
         urls = self.find()
-        for url in [*self.known]:
-            if url not in urls:
-                del self.known[url]
-        self.silent &= {*urls}
+        for url in {*self.known, *self.silent} - {*urls}:
+            self._note(url, None)
         for url in urls:
             if url not in self.asking:
                 self.asking[url] = asyncio.create_task(self._ask(url))
@@ -228,78 +195,70 @@ class InferenceServers:
         """Records which version a server holds, or what is wrong with it. A fault is logged
         once."""
         try:
-            async with asyncio.timeout(STATUS_S):
-                status, content = await self.send("GET", url, "/status")
+            try:
+                async with asyncio.timeout(STATUS_S):
+                    status, content = await self.send("GET", url, "/status")
+            except TimeoutError:
+                self.problems[url] = AwayError(f"no answer within {STATUS_S:.0f} s")
+                was_healthy = url in self.known
+                self._note(url, None)
+                if was_healthy:
+                    self.silent.add(url)
+                return
             if status != 200:
                 raise InferenceLostError(
                     f"{url} is not an inference server of rl: its /status answers {status}"
                 )
-            found = read(content, HeldVersion)
-            if found.protocol != PROTOCOL:
-                other = (
-                    f"{url} is a server of another version of rl (protocol {found.protocol}, "
-                    f"here {PROTOCOL})"
-                )
+            held = read(content, HeldVersion)
+            if held.protocol != PROTOCOL:
                 raise InferenceLostError(
-                    f"{other}: start it from the same installation as the orchestrator"
+                    f"{url} is a server of another version of rl (protocol {held.protocol}, "
+                    f"here {PROTOCOL}): start it from the same installation as the orchestrator"
                 )
-            if self.expected and (fault := self.expected.fault(found)):
+            if self.expected and (fault := self.expected.fault(held)):
                 raise InferenceLostError(f"inference at {url} {fault}")
-            known = self.contents.get(found.policy_version)
-            is_other = known and found.content and known != found.content
-            self._note_sound(url, OTHER_HISTORY if is_other else found.policy_version)
-            self.faults.pop(url, None)
-            self.away.pop(url, None)
-        except InferenceLostError as error:
-            if str(error) != str(self.faults.get(url)):
+            known = self.contents.get(held.policy_version)
+            is_other = known and held.content and known != held.content
+            self._note(url, OTHER_HISTORY if is_other else held.policy_version)
+            self.problems.pop(url, None)
+        except (InferenceLostError, AwayError, OSError) as error:
+            is_fault = isinstance(error, InferenceLostError)
+            if is_fault and str(error) != str(self.problems.get(url)):
                 log.warning("%s", error)
-            self.faults[url] = error
-            self._note_gone(url)
-        except TimeoutError:
-            self.away[url] = f"no answer within {STATUS_S:.0f} s"
-            if self.known.pop(url, None) is None:
-                self._note_gone(url)
-            else:
-                self.silent.add(url)
-        except (AwayError, OSError) as error:
-            self.away[url] = str(error)
-            self._note_gone(url)
+            self.problems[url] = error
+            self._note(url, None)
         finally:
             if self.asking.get(url) is asyncio.current_task():
                 del self.asking[url]
 
-    def _note_sound(self, url: str, version: int) -> None:
-        self.known[url] = version
+    def _note(self, url: str, version: int | None) -> None:
+        """Records the version of a healthy server; None: it is not one any more."""
         self.silent.discard(url)
-
-    def _note_gone(self, url: str) -> None:
-        self.known.pop(url, None)
-        self.silent.discard(url)
+        if version is None:
+            self.known.pop(url, None)
+        else:
+            self.known[url] = version
 
     async def wait_for_any(self, urls: Collection[str] = ()) -> dict[str, int]:
         """Returns what the servers (or those at `urls`) hold, as soon as one is healthy. Raises
         InferenceLostError at the deadline, or at once if all fixed servers are unusable or a
         fault is permanent."""
         since = time.monotonic()
-        while not (
-            held := {
-                url: version
-                for url, version in (await self.poll_versions()).items()
-                if not urls or url in urls
-            }
-        ):
-            faults = [self.faults[url] for url in self.find() if url in self.faults]
-            lasting = [fault for fault in faults if fault.exit_code == GIVE_UP]
-            if (
-                lasting
-                or (faults and len(faults) == len(self.fixed))
-                or time.monotonic() - since > self.timeout_s
+        while True:
+            versions = await self.poll_versions()
+            if held := {url: versions[url] for url in versions if not urls or url in urls}:
+                return held
+            problems = [self.problems[url] for url in self.find() if url in self.problems]
+            faults = [fault for fault in problems if isinstance(fault, InferenceLostError)]
+            faults.sort(key=lambda fault: fault.exit_code != GIVE_UP)
+            is_late = time.monotonic() - since > self.timeout_s
+            if faults and (
+                is_late or faults[0].exit_code == GIVE_UP or len(faults) == len(self.fixed)
             ):
-                raise next(iter([*lasting, *faults]), None) or self._lost(
-                    "/status", self._problems()
-                )
+                raise faults[0]
+            if is_late:
+                raise self._lost("/status", self._problems())
             await asyncio.sleep(RETRY_S)
-        return held
 
     async def loaded_version(self, urls: Collection[str] = ()) -> int:
         """Returns the oldest version that a server (or one of those at `urls`) holds. Waits for
@@ -311,16 +270,12 @@ class InferenceServers:
         are known."""
         if self.fixed:
             return f"Servers: {', '.join(self.fixed)}"
-        return "\n".join(
-            f"{path.stem}: {last_seen(path)}"
-            for path in server_files(self.status_path.parent) or [self.status_path]
-        )
+        files = server_files(self.status_path.parent) or [self.status_path]
+        return "\n".join(f"{path.stem}: {last_seen(path)}" for path in files)
 
     # What they are asked --------------------------------------------------------------------------
 
-    async def generate(
-        self, session: int, token_ids: list[int], sampling: dict[str, Any]
-    ) -> Generation:
+    async def generate(self, session: int, token_ids: list[int], sampling: dict[str, Any]) -> Turn:
         """Samples one completion; requests of one session go to the same server as long as that is
         efficient.
 
@@ -332,70 +287,72 @@ class InferenceServers:
         while True:
             if not self.balancer.usable() and self.fleet is None:
                 self.balancer.update(self.find())
-            server, oldest = self.balancer.choose(session), self.fleet.oldest if self.fleet else 0
+            server = self.balancer.choose(session)
             if (server is None or problem) and time.monotonic() - since > self.timeout_s:
                 raise self._lost("/generate", problem or self._problems())
             if server is None:
                 await asyncio.sleep(RETRY_S)
                 continue
-            began, first = time.monotonic(), not problem
+            began = time.monotonic()
             try:
-                status, content = await self._fly(server, "/generate", body)
-                if status == 200:
-                    return self._accepted(server, read(content, Generation), oldest, began)
-                fault = read(content, Refusal).error if status == 400 else Fault()
-            # may be temporary: no descriptor left, a stale handle
-            except (AwayError, OSError) as error:
-                problem = f"{server.url}: {error}"
-            except InferenceLostError as error:  # the answer is wrong: another server may be fine
+                turn = await self._sampled(server, body)
+                return msgspec.structs.replace(turn, packed_prompt=pack_ids(token_ids))
+            # an OSError may be temporary: no descriptor left, a stale handle
+            except (AwayError, OSError, InferenceLostError) as error:
                 server.failed()
-                if not self.balancer.usable():
-                    raise
-                log.warning("inference at %s: %s", server.url, error)
-                problem = str(error)
-            else:
-                kind = PromptTooLongError if fault.type == "prompt_too_long" else ValueError
-                raise kind(fault.message or f"inference answered {status}: {content[:200]!r}")
-            if first or time.monotonic() - began > self.timeout_s:
-                since = time.monotonic()  # until now a server was working on it
-            server.failed()
+                if isinstance(error, InferenceLostError):  # another server may be fine
+                    if not self.balancer.usable():
+                        raise
+                    log.warning("inference at %s: %s", server.url, error)
+                if not problem or time.monotonic() - began > self.timeout_s:
+                    since = time.monotonic()  # until now a server was working on it
+                problem = f"{server.url}: {error}"
 
-    def _accepted(
-        self, server: Server, answer: Generation, oldest: int, began: float
-    ) -> Generation:
-        """Returns the answer. Raises AwayError if a version older than `oldest`, or one that was
-        not published, sampled any of it."""
-        versions = {span.policy_version for span in answer.policy_versions}
-        if wrong := {
-            version
-            for version in versions
-            if version < oldest or (self.fleet and version > self.fleet.newest)
-        }:
-            newest = f" (the newest is {self.fleet.newest})" if self.fleet else ""
+    async def _sampled(self, server: Server, body: dict[str, Any]) -> Turn:
+        """Returns a server's answer. Raises AwayError if the balancer cancels the request because
+        the server is gone, or a version older than was promised, or one that was not published,
+        sampled any of it; PromptTooLongError, ValueError and InferenceLostError."""
+        oldest = self.fleet.oldest if self.fleet else 0
+        flight = asyncio.ensure_future(self.send("POST", server.url, "/generate", body))
+        server.flights.add(flight)
+        try:
+            status, content = await flight
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise AwayError("it is gone") from None
+        finally:
+            server.flights.discard(flight)
+        if status != 200:
+            fault = read(content, Refusal).error if status == 400 else Fault()
+            kind = PromptTooLongError if fault.type == "prompt_too_long" else ValueError
+            raise kind(fault.message or f"inference answered {status}: {content[:200]!r}")
+        turn = read(content, Turn)
+        versions = [span.policy_version for span in turn.policy_versions]
+        newest = self.fleet.newest if self.fleet else max(versions, default=0)
+        if versions and not oldest <= min(versions) <= max(versions) <= newest:
             raise AwayError(
-                f"its tokens are of version {min(wrong)}, but it should hold {oldest} or a "
-                f"newer one{newest}"
+                f"its tokens are of versions {min(versions)} to {max(versions)}, but it should "
+                f"hold {oldest} or a newer one (the newest is {newest})"
             )
-        server.answered(time.monotonic() - began, len(answer.token_ids))
-        return answer
+        return turn
 
     async def versions(
         self, digests: list[str], urls: Collection[str] = ()
     ) -> dict[str, list[VersionSpan]]:
         """Returns the versions of answers to chats, by answer_digest, as far as the servers know
         them. Raises InferenceLostError."""
-        found: dict[str, list[VersionSpan]] = {}
+        known: dict[str, list[VersionSpan]] = {}
         for url in urls or self.find():
-            if left := [digest for digest in digests if digest not in found]:
+            if left := [digest for digest in digests if digest not in known]:
                 with suppress(AwayError, OSError):
                     status, content = await self.send("POST", url, "/versions", {"answers": left})
-                    known: Any = (
-                        read(content, list[list[VersionSpan] | None]) if status == 200 else []
-                    )
-                    found |= {
-                        digest: spans for digest, spans in zip(left, known, strict=False) if spans
-                    }
-        return found
+                    if status == 200:
+                        answers = read(content, list[list[VersionSpan] | None])
+                        pairs = zip(left, answers, strict=False)
+                        known |= {digest: spans for digest, spans in pairs if spans}
+        return known
 
     async def load(self, url: str, version: WeightVersion) -> float:
         """Loads a version into one server. Returns how long this paused generation, seconds.
@@ -403,19 +360,17 @@ class InferenceServers:
         Raises AwayError if the server dies meanwhile, RefusedError if it refuses, and
         InferenceLostError if it takes too long.
         """
-        body = msgspec.to_builtins(
-            msgspec.structs.replace(version, path=str(Path(version.path).absolute()))
-        )
+        path = str(Path(version.path).absolute())
+        body = msgspec.to_builtins(msgspec.structs.replace(version, path=path))
         try:
             async with asyncio.timeout(self.timeout_s + CONNECT_S):
                 status, content = await self.send("POST", url, "/load_weights", body)
         except TimeoutError:
             raise InferenceLostError(
                 f"waited {self.timeout_s:.0f} s for inference at {url} to load version "
-                f"{version.policy_version}: it is preparing weights, "
-                "or waiting for requests of an older adapter to end; if it is just slow, "
-                "raise orchestrator.inference_timeout_s. "
-                f"{self.last_seen()}"
+                f"{version.policy_version}: it is preparing weights, or waiting for requests of "
+                "an older adapter to end; if it is just slow, raise "
+                f"orchestrator.inference_timeout_s. {self.last_seen()}"
             ) from None
         if status != 200:
             raise RefusedError(status, content[:2000].decode(errors="replace"))
@@ -427,56 +382,42 @@ class InferenceServers:
             )
         if asked := self.asking.pop(url, None):  # its answer may predate the load
             asked.cancel()
-        self._note_sound(url, held.policy_version)
+        self._note(url, held.policy_version)
         return held.pause_s
-
-    async def _fly(self, server: Server, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Sends a request that the balancer may cancel when its server is gone (AwayError)."""
-        flight = asyncio.ensure_future(self.send("POST", server.url, path, body))
-        server.flights.add(flight)
-        try:
-            return await flight
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise AwayError("it is gone") from None
-        finally:
-            server.flights.discard(flight)
 
     async def send(self, method: str, url: str, path: str, body: Any = None) -> tuple[int, bytes]:
         """Returns status and content of one answer below 500. Raises AwayError or OSError if
         there is none, InferenceLostError if the server rejects the token or refuses (403)."""
         faults.point(f"http{path}")
-        for _ in range(2):
+        shown: dict[str, str] | None = None
+        while True:
             try:
-                shown = self.authorization = self.authorization or authorization(self.status_path)
+                self.authorization = self.authorization or authorization(self.status_path)
             except RunError as error:  # a token that cannot be used
                 raise InferenceLostError(str(error), GIVE_UP) from None
+            if shown == self.authorization:
+                raise InferenceLostError(
+                    f"inference at {url} answers 401: it requires its run's token. Set RL_TOKEN "
+                    "to the one in its run directory (status/token), or to the same value "
+                    "everywhere",
+                    GIVE_UP,
+                )
+            shown = self.authorization
             status, content = await self.http.request(method, url + path, body, shown)
             faults.point(f"http{path}.answered")
             if status == 403:  # not because of the token: the server gives the reason
-                raise InferenceLostError(
-                    f"{url} refuses: {content[:500].decode(errors='replace')}", GIVE_UP
-                )
+                reason = content[:500].decode(errors="replace")
+                raise InferenceLostError(f"{url} refuses: {reason}", GIVE_UP)
             if status != 401:
                 return status, content
-            with suppress(RunError):
-                self.authorization = authorization(self.status_path)
-            if shown == self.authorization:
-                break
-        raise InferenceLostError(TOKEN_REMEDY.format(url=url, status=status), GIVE_UP)
+            self.authorization = {}  # it may have been replaced
 
     def _problems(self) -> str:
         """Describes why no server takes a request."""
-        problems = [f"{url}: {problem}" for url, problem in self.away.items()] or [
-            "no address published yet"
-        ]
-        return (
-            "; ".join(problems)
-            if self.fleet is None
-            else "the orchestrator knows no server whose version may answer"
-        )
+        if self.fleet is not None:
+            return "the orchestrator knows no server whose version may answer"
+        problems = [f"{url}: {problem}" for url, problem in self.problems.items()]
+        return "; ".join(problems) or "no address published yet"
 
     def _lost(self, path: str, problem: str) -> InferenceLostError:
         return InferenceLostError(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from rl.run_dir.over_network import Memory
+from rl.run_dir.in_memory import Memory
 
 TokenId = Annotated[int, Meta(ge=0)]
 MAX_BODY_BYTES = 16 << 20
@@ -24,13 +24,13 @@ class Sampling(Struct, forbid_unknown_fields=True):
     stop_token_ids: list[TokenId] = []
     stop: list[str] | str = []
     ignore_eos: bool = False
-    routes_from: Annotated[int, Meta(ge=0)] | None = None
-    """Return the routes of all tokens from here on; None: return none."""
+    routes: bool = False
+    """Return the routes of all tokens but the last."""
     prompt_logprobs: bool = False
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
-    """Body of `/generate`."""
+    """Body of `/generate`, in JSON. The answer is a `rl.wire.turns.Turn` in msgpack."""
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
     sampling: Sampling

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from rl.run_dir.over_network import Memory
+from rl.run_dir.in_memory import Memory
 from rl.run_dir.status import RoleStatus
 
 if TYPE_CHECKING:
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 VersionNumber = Annotated[int, msgspec.Meta(ge=0)]
 ITEM_BYTES = 4
 """Bytes of a token's id, and of its log-probability."""
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The exceptions of decoding if bytes are not a message of the expected type; RecursionError is
-for too deeply nested data."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -2,7 +2,7 @@
 trainer never sees them."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -171,7 +171,7 @@ rl/view/explain.py has a sentence for each value."""
 
 
 class Group(msgspec.Struct, kw_only=True):
-    """The finished rollouts of one task, with their credit."""
+    """The rollouts of one task, with their credit."""
 
     group_id: int
     env: str
@@ -186,6 +186,8 @@ class Group(msgspec.Struct, kw_only=True):
     """The reason why the group is not trained; None if it is, or will be."""
     temperature: float = 1.0
     """Sampling temperature of its rollouts."""
+    finished: bool = True
+    """Whether all its episodes are there, and scored by its teacher, if it has one."""
 
     @property
     def num_episodes(self) -> int:
@@ -206,11 +208,71 @@ class Group(msgspec.Struct, kw_only=True):
         return sorted({version for rollout in self.rollouts for version in rollout.versions})
 
 
-class Members(msgspec.Struct, kw_only=True):
-    """Finished rollouts of a group in flight, as whole episodes, before the user's metrics are
-    added."""
+class TaskRef(msgspec.Struct, frozen=True, array_like=True):
+    """A group to be played: its id, and its task in the environment's training set."""
 
     group_id: int
     env: str
     task: int
-    members: list[Rollout]
+
+
+class Drawn(msgspec.Struct, array_like=True):
+    """Tasks that were drawn since the record before this one, and the counters after them; see
+    TaskState."""
+
+    next_group: int
+    issued: dict[str, int]
+    skipped: dict[str, int]
+    tasks: list[TaskRef]
+
+
+def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
+    """Returns the reason of its own, whatever its group's, for which a rollout is not trained;
+    None if it has none."""
+    if rollout.error:
+        return rollout.cause or "environment"
+    if not rollout.trainable:
+        return "not_trainable"
+    if rollout.filtered:
+        return "filtered"
+    if not rollout.num_sampled:
+        return "overlong" if rollout.overlong else "empty"
+    return "truncated" if rollout.truncated and mask_truncated else None
+
+
+def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
+    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes
+    precedence over its group's reason."""
+    why = why_left_out(rollout, mask_truncated)
+    return why if rollout.error else group.why or why
+
+
+def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool = False) -> bytes:
+    """Returns the lines of rollouts/*.jsonl for all rollouts of groups settled by batch `step`;
+    None: no batch has settled them."""
+    return b"".join(
+        msgspec.json.encode(rollout_line(group, i, step, mask_truncated)) + b"\n"
+        for group in groups
+        for i in range(len(group.rollouts))
+    )
+
+
+def rollout_line(
+    group: Group, i: int, step: int | None, mask_truncated: bool = False
+) -> dict[str, Any]:
+    """Returns the line for rollout `i` of a group, see rollout_lines."""
+    rollout = group.rollouts[i]
+    why = why_not_trained(group, rollout, mask_truncated) or ("pending" if step is None else None)
+    return {
+        "step": step,
+        "env": group.env,
+        "task": group.task,
+        "group_id": group.group_id,
+        "rollout_id": i,
+        "episode": rollout.episode,
+        "advantage": None if rollout.error else group.advantages[i] if group.advantages else 0.0,
+        "retries": rollout.retries,
+        "trained": why is None,
+        "why": why,
+        **rollout.as_record(),
+    }

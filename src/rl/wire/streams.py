@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import DecodeError
 
-from rl.wire.messages import UNREADABLE
+from rl.run_dir.files import UNREADABLE
 
 Take = Callable[[str, bytes], Awaitable[None]]
 MAX_MESSAGE_BYTES = 1 << 26

@@ -24,7 +24,7 @@ import zmq.auth.asyncio
 import zmq.utils.z85
 
 from rl.run_dir.access_token import read_token
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, describe, last_seen, reachable, read_address
 from rl.system import faults
@@ -32,7 +32,6 @@ from rl.system.errors import RESTART, RunError
 from rl.system.linux import bind
 from rl.wire.batch_file import is_batch
 from rl.wire.messages import (
-    UNREADABLE,
     Acknowledged,
     BatchReady,
     GetBatch,

@@ -15,8 +15,6 @@ from rl.orchestrator.batches.batch_selection import (
     commit,
     decode_state,
     encoded_samples,
-    rollout_line,
-    rollout_lines,
 )
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.samples import group_samples
@@ -26,8 +24,8 @@ from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
-from rl.wire.rollouts import Group, Rollout
-from rl.wire.turns import pack_logprobs
+from rl.wire.rollouts import Group, Rollout, rollout_line, rollout_lines
+from rl.wire.turns import pack_ids, pack_logprobs
 from tests.orchestrator.made import turn
 
 
@@ -161,8 +159,8 @@ def test_every_end_of_a_rollout_has_its_own_name():
 
 def test_turns_that_could_not_be_merged_are_counted():
     turns = [rollout(1.0).turns[0] for _ in range(3)]
-    turns[1].prompt_ids = [1, 2, 2, 5]  # continues the first
-    turns[2].prompt_ids = [1, 7]
+    turns[1].packed_prompt = pack_ids([1, 2, 2, 5])  # continues the first
+    turns[2].packed_prompt = pack_ids([1, 7])
     metrics = batch_metrics(
         1, [Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)])]
     )

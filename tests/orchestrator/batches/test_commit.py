@@ -22,7 +22,6 @@ from rl.orchestrator.batches.batch_builder import MAX_FAILED, MAX_WITHOUT_SIGNAL
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.groups.pending import read_groups
 from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.step_clock import StepClock
@@ -37,6 +36,7 @@ from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.functions import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
+from rl.wire.pending import read_records, waiting_lines
 from rl.wire.rollouts import Group, Rollout
 from tests.orchestrator.made import turn
 
@@ -166,7 +166,7 @@ class World:
                 if one.progress.newest == STEPS:
                     return
                 self.play(one)
-                assert waiting_lines(self.run_dir) == [
+                assert waiting_ids(self.run_dir) == [
                     group.group_id for group in one.builder.pending.groups
                 ]
             raise AssertionError("the run does not get on")
@@ -382,9 +382,14 @@ def nonce(group: Group) -> float:
     return group.rollouts[0].metrics["nonce"]
 
 
-def waiting_lines(run_dir: RunDir) -> list[int]:
-    """Returns the groups of pending.jsonl, which has two lines for each."""
-    lines = [json.loads(line) for line in run_dir.pending_rollouts.read_bytes().splitlines()]
+def finished_groups(run_dir: RunDir) -> tuple[list[Group], list[str]]:
+    records, remarks = read_records(run_dir.pending)
+    return [record for record in records if isinstance(record, Group)], remarks
+
+
+def waiting_ids(run_dir: RunDir) -> list[int]:
+    """Returns the finished groups of pending.log, which has two rollouts of each."""
+    lines = [json.loads(line) for line in waiting_lines(run_dir.pending).splitlines()]
     assert not any(line["trained"] or line["step"] for line in lines)
     assert {line["why"] for line in lines} <= {
         "pending",
@@ -438,8 +443,8 @@ def check(world: World) -> None:
     # On-policy, each task of an environment has its turn once, in order, as if no surplus groups
     # were ever started.
     assert [task for _, task in taken] == list(range(len(taken)))
-    waiting, remarks = read_groups(run_dir.pending)
-    assert waiting_lines(run_dir) == [group.group_id for group in waiting]
+    waiting, remarks = finished_groups(run_dir)
+    assert waiting_ids(run_dir) == [group.group_id for group in waiting]
     said += [nonce(group) for group in waiting]
     # nothing twice
     assert not remarks and len(set(said)) == len(said) and len(set(trained)) == len(trained)
@@ -519,7 +524,7 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
         for step in range(1, STEPS + 1)
         for line in world.run_dir.rollouts(step).read_bytes().splitlines()
     ]
-    waiting_still = {group.group_id for group in read_groups(world.run_dir.pending)[0]}
+    waiting_still = {group.group_id for group in finished_groups(world.run_dir)[0]}
     assert {ref.group_id for ref in waiting} <= {line["group_id"] for line in lines} | waiting_still
 
 
@@ -557,7 +562,7 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     groups = [world.group(one.source.next(["a"]), 0) for _ in range(3)]
     with pytest.raises(RunError, match=r"mine\.py:2"):
         now(one.builder.add(groups))
-    assert waiting_lines(world.run_dir) == [0, 1, 2]  # which shows what it failed with
+    assert waiting_ids(world.run_dir) == [0, 1, 2]  # which shows what it failed with
     mine.write_text(
         "def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n"
     )

@@ -5,7 +5,8 @@ import pytest
 
 from rl.orchestrator.batches.samples import group_samples, join_spans
 from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import Group, Rollout
+from rl.wire.turns import Turn, pack_logprobs, unpack_logprobs
 from tests.orchestrator.made import turn
 from tests.wire.samples import aligned
 
@@ -45,7 +46,7 @@ def sample_of(chain, group, rollout_id, advantage):
         token_ids += new + one.completion_ids
         mask += [False] * len(new) + [True] * len(one.completion_ids)
         logprobs += [0.0] * len(new) + one.logprobs
-        teacher += [0.0] * len(new) + (one.teacher_logprobs or [])
+        teacher += [0.0] * len(new) + unpack_logprobs(one.packed_teacher or b"")
     return TrainingSample.of(
         token_ids=token_ids,
         loss_mask=mask,
@@ -56,7 +57,7 @@ def sample_of(chain, group, rollout_id, advantage):
         group_id=group.group_id,
         rollout_id=rollout_id,
         temperature=group.temperature,
-        teacher_logprobs=teacher if any(one.teacher_logprobs for one in chain) else None,
+        teacher_logprobs=teacher if any(one.packed_teacher for one in chain) else None,
     )
 
 
@@ -80,16 +81,10 @@ def random_turns(draw, with_teacher):
             "completion_ids": [draw.randrange(2) for _ in range(count)],
             "logprobs": scores[0],
             "policy_versions": spans,
+            "finish_reason": draw.choice(["stop", "length"]),
         }
-        teacher = {"teacher_logprobs": scores[1]} if with_teacher else {}
-        turns.append(
-            Turn(
-                prompt_ids=prompt,
-                finish_reason=draw.choice(["stop", "length"]),
-                **answer,
-                **teacher,
-            )
-        )
+        teacher = {"packed_teacher": pack_logprobs(scores[1])} if with_teacher else {}
+        turns.append(Turn.of(prompt, **answer, **teacher))
     return turns
 
 
@@ -134,7 +129,7 @@ def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten(
         ({"chains": [[b"", 0, 0]]}, "does not continue an earlier one"),
         ({"chains": [[b"abcd"], [b"", 0, 2]]}, "more tokens than its base has"),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[1, 1, b"12345678", [[0, 1]], "stop"]]},
+            {"chains": [[b"abcd" * 2]], "answers": [[1, 1, b"1234", [[0, 1]], "stop"]]},
             "is not in a chain",
         ),
         (
@@ -142,19 +137,19 @@ def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten(
             "an answer is cut short",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 2, b"12345678", [[0, 1]], "stop"]]},
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 2, b"1234", [[0, 1]], "stop"]]},
             "outside of its chain",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 0, b"12345678", [[0, 1]], "stop"]]},
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 0, b"1234", [[0, 1]], "stop"]]},
             "has no prompt",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 2]], "stop"]]},
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234", [[0, 2]], "stop"]]},
             "differ in number",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"12345678", [[0, 1]], "stop", b""]]},
+            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234", [[0, 1]], "stop", b""]]},
             "teacher logprobs differ in number",
         ),
     ],

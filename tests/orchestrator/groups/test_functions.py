@@ -12,14 +12,13 @@ from rl.config.base import FunctionConfig
 from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import CustomCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.batches.batch_metrics import batch_metrics
-from rl.orchestrator.batches.batch_selection import rollout_lines
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.functions import load_functions, metrics_function
 from rl.orchestrator.groups.group_credit import Rules, credit_group, rules_of
 from rl.system.errors import GIVE_UP, RunError
 from rl.system.functions import UserFunction
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, rollout_lines
 from tests.orchestrator.batches.test_batch_selection import rollout
 from tests.orchestrator.test_loop_lag import HELD_S, builder, least_hold, long_group
 

@@ -17,7 +17,7 @@ from rl.orchestrator.main import run
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
 from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
-from rl.wire.rollouts import Group, Members, Rollout
+from rl.wire.rollouts import Drawn, Group, Rollout
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests import steady
 from tests.orchestrator import light_worker
@@ -145,8 +145,8 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(
         found.load(set(), 9)
         return {
             (group_id, rollout.episode)
-            for group_id, record in found.members.items()
-            for rollout in record.members
+            for group_id, group in found.unfinished.items()
+            for rollout in group.rollouts
         }
 
     asyncio.run(life(lambda: len(members()) == 4))
@@ -209,30 +209,30 @@ def test_a_failed_member_is_played_again(tmp_path):
         Rollout(episode=1, error="inference was away", cause="inference"),
     )
     made = builder(tmp_path, 1)
-    made.pending.members[5] = Members(group_id=5, env="e", task=3, members=[sound, failed])
-    assert made.members(5, oldest=0) == [sound] and made.members(6, oldest=0) == []
+    made.pending.unfinished[5] = group(5, sound, failed)
+    assert made.finished_of(5, oldest=0) == [sound] and made.finished_of(6, oldest=0) == []
+
+
+def group(group_id, *rollouts, finished=False):
+    return Group(group_id=group_id, env="e", task=3, rollouts=list(rollouts), finished=finished)
 
 
 def member(group_id, episode, version=0, reward=0.5):
-    return Members(
-        group_id=group_id,
-        env="e",
-        task=3,
-        members=[Rollout(turns=[turn(version=version)], episode=episode, reward=reward)],
-    )
+    rollout = Rollout(turns=[turn(version=version)], episode=episode, reward=reward)
+    return group(group_id, rollout)
 
 
 def test_members_are_durable_until_their_group_is(tmp_path):
     log = PendingLog(tmp_path / "pending.log")
     log.append([member(1, 0), member(2, 0), member(1, 2), member(1, 0, reward=0.75)])
-    log.append([Group(group_id=2, env="e", task=3, rollouts=[Rollout(), Rollout(episode=1)])])
+    log.append([group(2, Rollout(), Rollout(episode=1), finished=True)])
     log.rewrite()
     log.append([member(4, 0, version=7), member(4, 1), member(5, 0)])
     again = PendingLog(tmp_path / "pending.log")
     assert again.load({5}, 6) == [] and [group.group_id for group in again.groups] == [2]
     assert {
-        key: [(one.episode, one.reward) for one in record.members]
-        for key, record in again.members.items()
+        group_id: [(rollout.episode, rollout.reward) for rollout in group.rollouts]
+        for group_id, group in again.unfinished.items()
     } == {
         1: [(2, 0.5), (0, 0.75)],
         4: [(1, 0.5)],
@@ -245,7 +245,9 @@ def test_a_group_with_members_goes_on_under_its_number_and_its_task_is_issued_on
     refs = [source.next(["e"]) for _ in range(4)]
     state = source.state(refs) if committed else None
     again = TaskSource({"e": EnvTasks(9)}, seed=3)
-    again.restore(state, done=[refs[0]], begun=[refs[2]])
+    drawn = [] if committed else source.newly_drawn()
+    assert drawn == [] or drawn == [Drawn(4, {"e": 4}, {"e": 0}, refs)]
+    again.restore(state, done=[refs[0]], begun=[refs[2]], drawn=drawn)
     issued = [again.next(["e"]) for _ in range(8)]
     assert (
         issued.count(refs[2]) == 1

@@ -3,8 +3,10 @@ import json
 from pathlib import Path
 
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.groups.pending import PendingLog, PendingRollouts
-from rl.wire.rollouts import Group, Rollout
+from rl.orchestrator.groups.pending import PendingLog
+from rl.wire.pending import waiting_lines
+from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.turns import pack_logprobs
 from tests.orchestrator.made import turn
 
 
@@ -45,7 +47,7 @@ def test_what_a_teacher_said_is_durable(tmp_path):
                 group_id=1,
                 env="e",
                 task=0,
-                rollouts=[Rollout(turns=[turn(teacher_logprobs=[-0.25])])],
+                rollouts=[Rollout(turns=[turn(packed_teacher=pack_logprobs([-0.25]))])],
                 penalties=[0.1],
                 signal=True,
             )
@@ -96,27 +98,29 @@ def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, mon
 
 
 def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
-    def group(group_id, *rewards):
+    def group(group_id, *rewards, finished=True):
         rollouts = [
             Rollout(
                 turns=[turn(version=3)], reward=reward, text=[{"role": "assistant", "content": "2"}]
             )
             for reward in rewards
         ]
-        return credit_group(Group(group_id=group_id, env="e", task=8, rollouts=rollouts), Rules())
+        made = Group(group_id=group_id, env="e", task=8, rollouts=rollouts, finished=finished)
+        return credit_group(made, Rules())
 
-    def lines():
-        return [json.loads(line) for line in readable.path.read_text().splitlines()]
-
-    readable = PendingRollouts(tmp_path / "rollouts" / "pending.jsonl", False)
-    readable.append([group(1, 0.0, 1.0), group(2, 0.0, 0.0)])
-    assert [(line["group_id"], line["reward"], line["why"]) for line in lines()] == [
+    log = PendingLog(tmp_path / "pending.log")
+    log.append([group(1, 0.0, 1.0), Drawn(3, {"e": 3}, {}, []), group(2, 0.0, 0.0)])
+    log.append([group(3, 1.0, finished=False)])
+    with log.path.open("ab") as file:
+        file.write(b"torn")
+    lines = [json.loads(line) for line in waiting_lines(log.path).splitlines()]
+    assert [(line["group_id"], line["reward"], line["why"]) for line in lines] == [
         (1, 0.0, "pending"),
         (1, 1.0, "pending"),
         (2, 0.0, "no_signal"),
         (2, 0.0, "no_signal"),
     ]
-    first = lines()[0]
+    first = lines[0]
     assert (
         first["step"],
         first["trained"],
@@ -125,10 +129,3 @@ def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
         first["versions"],
     ) == (None, False, 8, -0.5, [3])
     assert first["messages"] == [{"role": "assistant", "content": "2"}]
-    with readable.path.open("ab") as file:
-        file.write(b'{"step": nu')  # of a process that was killed
-    readable.rewrite([group(2, 0.0, 0.0)])
-    readable.append([])
-    assert [line["group_id"] for line in lines()] == [2, 2]
-    readable.rewrite([])
-    assert readable.path.read_bytes() == b""

@@ -139,7 +139,6 @@ def test_a_server_that_is_late_once_keeps_what_it_has_and_loses_it_when_it_is_la
 
         async def ask(session):
             world.client.balancer.homes[session] = busy.url
-            world.client.balancer.servers[busy.url].tokens = 0.0  # it is not known to be slower
             asked = asyncio.create_task(world.client.generate(session, [session], {}))
             while session not in busy.sessions:
                 await asyncio.sleep(0.01)
@@ -151,15 +150,19 @@ def test_a_server_that_is_late_once_keeps_what_it_has_and_loses_it_when_it_is_la
 
         asked, busy.status_s = await ask(1), 0.4
         await settle_until({other.url}, {busy.url})
-        assert (await world.client.generate(2, [2], {})).token_ids == [2] and other.sessions == [2]
+        assert (await world.client.generate(2, [2], {})).completion_ids == [
+            2
+        ] and other.sessions == [2]
         busy.status_s = 0.0
-        assert (await asked).token_ids == [1] and other.sessions == [2]  # nothing was asked twice
+        assert (await asked).completion_ids == [1] and other.sessions == [
+            2
+        ]  # nothing was asked twice
         await settle_until({busy.url, other.url}, set())
         asked = await ask(3)
         busy.hangs.set()
         await settle_until({other.url}, {busy.url})
         await settle_until({other.url}, set())
-        assert (await asked).token_ids == [3] and other.sessions == [2, 3]
+        assert (await asked).completion_ids == [3] and other.sessions == [2, 3]
 
     in_world(tmp_path, work)
 
@@ -179,7 +182,7 @@ def test_servers_join_and_leave_while_the_run_goes_on(tmp_path):
         world.run_dir.status("inference").unlink()
         await world.policy.reconcile()
         assert world.told[-1] == ServerSet([second.url], [], 3, 9)
-        assert (await world.client.generate(1, [4], {})).token_ids == [4]
+        assert (await world.client.generate(1, [4], {})).completion_ids == [4]
 
     in_world(tmp_path, work)
 
@@ -194,7 +197,9 @@ def test_a_run_outlives_the_moment_without_any_server(tmp_path):
         await asyncio.sleep(0.3)
         second = await world.add("inference", 3)  # its successor, at another address
         await load
-        assert second.loads == [4] and world.policy.loaded == 4 and (await asked).token_ids == [4]
+        assert (
+            second.loads == [4] and world.policy.loaded == 4 and (await asked).completion_ids == [4]
+        )
 
     in_world(tmp_path, work)
 

@@ -17,8 +17,9 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, write_batch
-from rl.wire.inference_client import Generation, InferenceLostError, PromptTooLongError
+from rl.wire.inference_client import InferenceLostError, PromptTooLongError
 from rl.wire.messages import VersionSpan
+from rl.wire.turns import Turn
 from tests import steady
 from tests.trainer.samples import make_sample
 from tests.waiting import until
@@ -90,7 +91,7 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
 
     async def generate(session, token_ids, sampling):
         asked.append((token_ids, sampling))
-        return Generation([6], [-0.5], [VersionSpan(1, 1)], "stop")
+        return Turn.of(token_ids, [6], [-0.5], [VersionSpan(1, 1)])
 
     async def reply(sender, answer):
         answers.append(answer)
@@ -98,7 +99,9 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
     answers, policy = [], SimpleNamespace(loaded=1, servers=SimpleNamespace(generate=generate))
     requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
     asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
-    assert asked == [([group], {"max_tokens": 32, "temperature": 1.0}) for group in (7, 3, 8, 5)]
+    assert asked == [
+        ([group], {"max_tokens": 32, "temperature": 1.0, "routes": False}) for group in (7, 3, 8, 5)
+    ]
     assert [sample.token_ids.tolist() for sample in answers[0].samples] == [
         [group, 6] for group in (7, 3, 8, 5)
     ]

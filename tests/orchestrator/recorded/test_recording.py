@@ -7,11 +7,10 @@ import pytest
 
 from rl.models.conversation import conversation_ids
 from rl.models.renderer import load_renderer
-from rl.orchestrator.batches.batch_selection import rollout_lines
 from rl.orchestrator.recorded.lines import Converter, RecordedTurn
 from rl.orchestrator.recorded.recording import read
 from rl.system.errors import RunError
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, rollout_lines
 from tests.orchestrator.recorded.lines import config, line, turn, write
 
 VOCABULARY = 259

@@ -3,8 +3,6 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rl.config.orchestrator import DifficultyConfig
 from rl.orchestrator.tasks.task_source import (
@@ -59,7 +57,7 @@ def test_restored_source_plays_what_is_missing_and_then_what_would_have_come():
     # issued after the state was written; two of them finished
     later = [source.next(list(envs)) for _ in range(4)]
     restored = TaskSource(envs, seed=1)
-    restored.restore(state, done=[first[3], later[1], later[2]])
+    restored.restore(state, [first[3], later[1], later[2]], drawn=source.newly_drawn())
     missing = [restored.next(list(envs)) for _ in range(2)]
     assert missing[0] == first[1]
     assert missing[1] == later[0]  # with its old id, so that the starting order is kept
@@ -73,70 +71,23 @@ def test_restored_source_plays_what_is_missing_and_then_what_would_have_come():
     )
 
 
-@given(st.integers(0, 2**20))
-@settings(max_examples=60)
-def test_lost_groups_keep_their_order(seed):
-    """Ids of one environment are drawn in order, so the missing ids are those of the lost
-    groups; with several, each keeps its order."""
-    dice = random.Random(seed)
-    for envs in (
-        {"a": EnvTasks(40)},
-        {"a": EnvTasks(40), "b": EnvTasks(None, 2.0), "c": EnvTasks(30)},
-    ):
-        source = TaskSource(envs, seed)
-        drawn = [
-            source.next(dice.sample(list(envs), dice.randint(1, len(envs))))
-            for _ in range(dice.randint(1, 25))
-        ]
-        done = dice.sample(drawn, dice.randint(0, len(drawn)))
-        restored = TaskSource(envs, seed)
-        restored.restore(None, done)
-        lost = list(restored.retry)
-        numbers = [ref.group_id for ref in [*lost, *done]]
-        assert len(set(numbers)) == len(numbers) and max(numbers, default=-1) < restored.next_group
-        for env in envs:
-            mine = sorted(
-                (ref for ref in [*lost, *done] if ref.env == env), key=lambda ref: ref.group_id
-            )
-            assert [ref.task for ref in mine] == [ref.task for ref in drawn if ref.env == env][
-                : len(mine)
-            ]
-        assert len(envs) > 1 or mine == drawn[: len(numbers)]
-
-
 def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():
     source = TaskSource({"a": EnvTasks(3)}, seed=0)
     source.restore(None, done=[TaskRef(0, "a", 77), TaskRef(1, "gone", 0)])
     assert source.next(["a"]).group_id > 0
 
 
-@pytest.mark.parametrize("size", [4999, 5001, 6000, None])
-@pytest.mark.parametrize("num_done", [1, 6])
-def test_with_another_number_of_tasks_only_groups_that_were_in_flight_are_issued_again(
-    size, num_done, caplog
-):
-    """Regression: with one task more, 3,047 groups counted as lost and were started at once;
-    endless tasks were drawn 2**30 times."""
-    source = TaskSource({"a": EnvTasks(5000), "b": EnvTasks(9)}, seed=0)
-    first = [source.next(["a"]) for _ in range(100)]
-    state = source.state(first[90:])
-    later = [source.next([env]) for env in "aabaaabb"]
-    done = [*later[1 : 1 + num_done], later[7]]
-    restored = TaskSource({"a": EnvTasks(size), "b": EnvTasks(9)}, seed=0)
-    restored.restore(state, done)
-    again, lost = list(restored.retry)[:10], list(restored.retry)[10:]
-    assert again == first[90:] and {ref.group_id for ref in lost} <= {
-        ref.group_id for ref in later if ref not in done
-    }
-    assert [ref.task for ref in lost if ref.env == "b"] == [
-        ref.task for ref in later if ref.env == "b" and ref not in done
-    ]
-    lost_a = [ref for ref in lost if ref.env == "a"]
-    assert restored.issued == {"a": 100 + sum(ref.env == "a" for ref in done) + len(lost_a), "b": 3}
-    assert len(lost_a) == (size == 5001)  # whose order has much in common with that of 5000
-    assert ("environment a: its tasks, or their order" in caplog.text) == (
-        size != 5001
-    ) and "environment b" not in caplog.text
+def test_draws_that_the_log_has_lost_are_not_made_twice():
+    """What finished is not played again, what is known to be in flight is, and new groups get new
+    numbers."""
+    source = TaskSource({"a": EnvTasks(50), "b": EnvTasks(9)}, seed=0)
+    known = [source.next(["a"]) for _ in range(4)]
+    (record,) = source.newly_drawn()
+    lost = [source.next([env]) for env in "aab"]
+    restored = TaskSource({"a": EnvTasks(50), "b": EnvTasks(9)}, seed=0)
+    restored.restore(None, done=[known[1], lost[1]], begun=[lost[2]], drawn=[record])
+    assert [*restored.retry] == [known[0], known[2], known[3], lost[2]]
+    assert restored.next_group == 7 and restored.issued == {"a": 5, "b": 1}
 
 
 def pooled(size, **weights):
@@ -251,24 +202,23 @@ def test_a_killed_run_with_pools_goes_on_exactly_as_if_it_had_not_been_killed(se
         "c": EnvTasks(5, 1.0, 1, DifficultyConfig(easy_weight=0.0)),
     }
     dice = random.Random(seed)
-    source, later, state, playing = TaskSource(envs, seed), [], None, []
+    source, later, state, playing, drawn = TaskSource(envs, seed), [], None, [], []
     for _ in range(dice.randrange(20, 60)):
         if playing and dice.random() < 0.5:
             ref, reward = dice.choice(playing), dice.choice([0.0, 0.5, 1.0])
             playing.remove(ref)
             source.note(ref.env, ref.task, [reward])
             later.append((ref, reward))
+            drawn += source.newly_drawn()
         elif dice.random() < 0.1:
             source.update_solve_rates()
             written = msgspec.structs.replace(source.state(playing), rates=source.packed_rates())
-            state, later = (
-                msgspec.msgpack.decode(msgspec.msgpack.encode(written), type=TaskState),
-                [],
-            )
+            state = msgspec.msgpack.decode(msgspec.msgpack.encode(written), type=TaskState)
+            later, drawn = [], []
         else:
             playing.append(source.next(list(envs)))
     restored = TaskSource(envs, seed)
-    restored.restore(state, done=[ref for ref, _ in later])
+    restored.restore(state, done=[ref for ref, _ in later], drawn=drawn)
     for ref, reward in later:
         restored.note(ref.env, ref.task, [reward])
     again = list(restored.retry)

@@ -15,7 +15,6 @@ from rl.orchestrator.workers.pool import Worker, WorkerPool
 from rl.orchestrator.workers.pool_worker import lacking_remedy
 from rl.system import process_table
 from rl.system.children import start
-from rl.wire.rollouts import Rollout, Turn
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
 from rl.wire.worker_messages import Ready
 from tests.orchestrator.made import worker_setup
@@ -145,31 +144,6 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
             await pool.close()
 
     assert asyncio.run(main()) < 64 << 20
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"logprobs": [-1.0]}, r"differ in number: \[1, 2\]"),
-        ({"policy_versions": [[0, 3]]}, r"differ in number: \[2, 3\]"),
-        ({"policy_versions": [[0, -1], [0, 3]]}, "Expected `int` >= 0"),
-        ({"prompt_ids": []}, "an answer to an empty prompt"),
-        ({"teacher_logprobs": [0.0]}, "an answer's tokens and teacher logprobs differ in number"),
-        ({"completion_ids": [1, "x"]}, "Expected `int`, got `str`"),
-    ],
-)
-def test_answers_of_the_policy_that_do_not_fit_together_are_no_message(changes, what):
-    """They would crash the orchestrator when the batch is formed."""
-    turn = {
-        "prompt_ids": [1],
-        "completion_ids": [2, 3],
-        "logprobs": [-1.0, -2.0],
-        "policy_versions": [[0, 2]],
-        "finish_reason": "stop",
-    }
-    with pytest.raises(msgspec.ValidationError, match=what):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(turn | changes), type=Turn)
-    assert msgspec.convert(turn, Turn) and Rollout(turns=[])
 
 
 def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):

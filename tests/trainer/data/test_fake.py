@@ -1,6 +1,6 @@
 from rl.config.trainer import FakeDataConfig
 from rl.trainer.data.balance import Layout
-from rl.trainer.data.fake import FakeBatches, full_batch, step_line, summary
+from rl.trainer.data.fake import FakeBatches, full_batch, summary, text_of
 from rl.trainer.data.packing import pack
 from rl.wire.messages import TrainBatch
 
@@ -48,5 +48,5 @@ def test_what_is_printed():
         }
         for v in (1.0, 20.0, 10.0, 40.0)
     ]
-    assert step_line(3, lines[1]) == "step 3: 20 tokens/s, 1.500 s, peak memory 0.50 GiB"
+    assert text_of(lines[1]) == "20 tokens/s, 1.500 s, peak memory 0.50 GiB"
     assert summary(lines) == "median of 3 steps: 20 tokens/s, 1.500 s, peak memory 0.50 GiB"

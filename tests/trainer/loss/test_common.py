@@ -14,12 +14,11 @@ from pydantic import TypeAdapter
 from rl.config.check import check_loss
 from rl.config.loss import LossConfig
 from rl.system.errors import GIVE_UP, RunError
-from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.loss.common import LossInputs, compute_loss, log_ratio, outside_masks
 from rl.trainer.loss.kl import teacher_advantages
 from rl.trainer.loss.losses import custom_function, loss_function
 from tests.trainer import loss_formulas as formulas
-from tests.trainer.samples import make_sample
+from tests.trainer.samples import make_sample, sample_weights
 
 E = math.e
 OFF = {"token_mask": [0.0, math.inf]}
@@ -622,28 +621,6 @@ def test_a_custom_loss_that_does_not_load(tmp_path):
     ("settings", "key", "message"),
     [
         (
-            {"token_mask": [2, 8]},
-            "token_mask",
-            "excludes r = 1, where trainer and sampler agree; give a lowest and a highest value",
-        ),
-        ({"sequence_mask": [3, 0.5]}, "sequence_mask", "excludes r = 1"),
-        ({"geometric_mask": [0, 0.9]}, "geometric_mask", "excludes r = 1"),
-        (
-            {"constant_length": 9},
-            "constant_length",
-            'has an effect only with trainer.loss.aggregation = "constant" (it is "token")',
-        ),
-        (
-            {"kl_reference": "x"},
-            "kl_reference",
-            "has no effect while trainer.loss.kl_coefficient is 0: set that",
-        ),
-        (
-            {"importance": "none", "truncate": 3},
-            "truncate",
-            'has no weight to truncate with trainer.loss.importance = "none"',
-        ),
-        (
             {"type": "clip", "clip_low": 0, "clip_high": 0},
             "clip_high",
             "leave no ratio unclipped; raise one, or use type",
@@ -663,15 +640,10 @@ def test_a_custom_loss_that_does_not_load(tmp_path):
             "geometric_mask",
             "masks every ratio that would be clipped to [0.9997, 1.0004]",
         ),
-        (
-            {"type": "clip", "truncate": 3},
-            "truncate",
-            "has an effect only with several optimizer steps per batch: set trainer.minibatches",
-        ),
     ],
 )
 def test_combinations_that_make_no_sense(settings, key, message):
-    ((found, _, remedy),) = check_loss(
+    ((found, remedy),) = check_loss(
         loss_config(settings.pop("type", "policy_gradient"), **settings)
     )
     assert found == f"trainer.loss.{key}" and message in remedy

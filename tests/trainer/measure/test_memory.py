@@ -22,7 +22,8 @@ from rl.trainer.measure.memory import (
     keep_to_share,
     state_of,
 )
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from tests.trainer.samples import pack_alone
 

@@ -18,10 +18,9 @@ from transformers import (
 
 from rl.config.loss import PolicyGradientConfig
 from rl.config.trainer import LoraConfig
-from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
 from rl.trainer.model.lora import add_adapters
-from tests.trainer.samples import make_sample, pack_alone
+from tests.trainer.samples import make_sample, pack_alone, sample_weights
 
 LLAMA = {
     "vocab_size": 100,

@@ -7,7 +7,7 @@ import torch
 import rl.wire.parity
 from rl.trainer.loss.common import LossTerms
 from rl.trainer.measure.statistics import Statistics, quantile, to_bin
-from rl.trainer.model.policy import Scores
+from rl.trainer.model.head import Scores
 
 
 def terms(log_ratios, masked, reference=None):

@@ -9,7 +9,7 @@ from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.model import flex
 from rl.trainer.model.attention import TreeMask, attend_flex
 from rl.trainer.model.flex import padded, whole_blocks
-from rl.trainer.model.policy import score
+from rl.trainer.model.head import score
 from tests.trainer.device import on_cpu
 from tests.trainer.model.test_attention import random_row
 from tests.trainer.model.test_policy import policy, rows_of

@@ -365,7 +365,7 @@ def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(
     assert all("lora_" in name for name in stored if not name.startswith("rng."))
     toy_step(*trained)
     other = adapted(tied_folder, world)
-    assert checkpoint.load(*checkpoint.newest(tmp_path, world), *other, world) == 3
+    assert checkpoint.load(checkpoint.newest(tmp_path, world), *other, world) == 3
     toy_step(*other)
     assert all(
         torch.equal(whole(a), whole(b))
@@ -373,4 +373,4 @@ def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(
     )
     fewer = adapted(tied_folder, world, targets=["q_proj"])
     with pytest.raises(RunError, match="another model"):
-        checkpoint.load(*checkpoint.newest(tmp_path, world), *fewer, world)
+        checkpoint.load(checkpoint.newest(tmp_path, world), *fewer, world)

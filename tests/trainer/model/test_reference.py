@@ -13,7 +13,8 @@ from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.model.reference import load_reference, reference_logprobs
 from rl.trainer.optim import make_optimizer
 from rl.trainer.train import train_step

@@ -8,7 +8,8 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS
 from tests.trainer.samples import make_sample, pack_alone

@@ -9,12 +9,12 @@ import torch
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from rl.config.check import check_router_replay
+from rl.config.check import check_trainer
 from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import fill_blocks
-from rl.trainer.model.policy import keep_old, score
+from rl.trainer.model.head import keep_old, score
 from rl.trainer.model.routes import Routers
 from rl.trainer.parallel.experts import experts_of
 from rl.wire.messages import TrainBatch
@@ -327,7 +327,6 @@ def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, con
 @pytest.mark.parametrize(
     ("trainer", "more", "said"),
     [
-        ({"router_replay": "trainer"}, {}, "set trainer.epochs or minibatches"),
         ({"router_replay": "engine"}, {"inference": {"gpus": 0}}, "vLLM gives none on CPUs"),
         ({"router_replay": "engine", "data": {"fake": {}}}, {}, "nothing is sampled here"),
         ({"router_replay": "trainer", "epochs": 2, "loss": {"type": "clip"}}, {}, ""),
@@ -337,9 +336,8 @@ def test_settings_without_effect_are_refused(trainer, more, said):
     config = RLConfig.model_validate(
         {"trainer": trainer, "orchestrator": {"environment": [{"id": "test"}]}} | more
     )
-    assert said in "".join(remedy for _, _, remedy in check_router_replay(config)) and bool(
-        said
-    ) == any(check_router_replay(config))
+    problems = dict(check_trainer(config))
+    assert said in "".join(problems.values()) and bool(said) == bool(problems)
 
 
 @pytest.mark.parametrize("given", ["engine", "trainer"])

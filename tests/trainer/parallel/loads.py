@@ -18,9 +18,9 @@ from rl.config.trainer import LoraConfig, TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.model.dither import dither
 from rl.trainer.model.lora import add_adapters
+from rl.trainer.model.modes import is_compiled, set_mode
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.model.rope import freeze_rope
-from rl.trainer.model.selftest import ModeChoice
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World, start_world
 
@@ -32,7 +32,11 @@ def load(
     folder: str, world: World, dtype: str = "float32", frozen: bool = False, **settings: object
 ) -> PreTrainedModel:
     """The policy, without the test of its attention."""
-    with patch("rl.trainer.model.policy.choose_mode", lambda *_: ModeChoice("eager", "eager")):
+
+    def set_eager(model: PreTrainedModel, trainer: TrainerConfig, *_: object) -> None:
+        set_mode(model, trainer, "eager", is_compiled(trainer, "eager"))
+
+    with patch("rl.trainer.model.policy.choose_mode", set_eager):
         config = ModelConfig(
             name=folder, dtype=dtype, max_model_len=MAX_LEN, trust_remote_code=True
         )

@@ -24,15 +24,15 @@ from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.trainer.data.batch_sources import FromOrchestrator
-from rl.trainer.data.minibatches import sample_weights
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import loss_inputs
 from rl.trainer.trainer import Trainer
-from tests.trainer.samples import assert_alike, pack_alone, plain_scores
+from tests.trainer.samples import assert_alike, pack_alone, plain_scores, sample_weights
 from tests.trainer.test_departure import signal_in_step_3
 from tests.trainer.test_main import run_trainer
 
@@ -79,7 +79,7 @@ def make_config(root, model, **more) -> RLConfig:
 def source_of(root, model, **more) -> FromExamples:
     config = make_config(root, model, **more)
     prepare_data(config, str(model), lambda *_: None)
-    return FromExamples(config)
+    return FromExamples(config, config.run_dir.data)
 
 
 # Batches
@@ -101,9 +101,10 @@ def test_every_pass_has_every_example_once_in_a_new_order(tied_folder, tmp_path)
 
 def test_a_batch_depends_on_data_seed_and_number_alone(tied_folder, tmp_path):
     first = source_of(tmp_path, tied_folder)
-    second = FromExamples(first_config := make_config(tmp_path, tied_folder))
+    first_config = make_config(tmp_path, tied_folder)
+    second = FromExamples(first_config, first_config.run_dir.data)
     assert second.receive(5) == first.receive(5) and first.receive(5).step == 5
-    other = FromExamples(first_config.model_copy(update={"seed": -1}))
+    other = FromExamples(first_config.model_copy(update={"seed": -1}), first_config.run_dir.data)
     assert texts(other.receive(5)) != texts(first.receive(5))
 
 
@@ -149,7 +150,7 @@ def test_rows_of_one_prompt_are_on_one_side(tied_folder, tmp_path, row, tasks):
     )
     config.model.chat_template = "chatml"
     prepare_data(config, str(tied_folder), lambda *_: None)
-    source = FromExamples(config)
+    source = FromExamples(config, config.run_dir.data)
     left, right = (
         {i % tasks for i in places.tolist()} for places in (source.places, source.held_out_places)
     )
@@ -210,7 +211,7 @@ def test_damaged_data_is_refused(tied_folder, tmp_path):
         CorruptFileError,
         match=r"train.arrow: missing or damaged .*; delete .*data to have it made again",
     ):
-        FromExamples(config)
+        FromExamples(config, config.run_dir.data)
     file.write_bytes(whole[:900] + bytes([whole[900] ^ 1]) + whole[901:])
     with pytest.raises(
         CorruptFileError, match=r"train.arrow: damaged; delete .*data to have it made again"
@@ -318,7 +319,9 @@ def test_end_to_end(straight):
     assert list(numbered(run_dir.checkpoints)) == [4, 6]
     assert list(numbered(run_dir.weights_dir)) == [4, 6]  # with each checkpoint, not with each step
     held_out = [
-        sample for batch in FromExamples(straight).validation(6) for sample in batch.samples
+        sample
+        for batch in FromExamples(straight, straight.run_dir.data).validation(6)
+        for sample in batch.samples
     ]
     assert plain_loss(run_dir.weights(6), held_out)[0] == pytest.approx(
         lines[6, "trainer"]["validation/loss"], abs=1e-5

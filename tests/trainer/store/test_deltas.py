@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.trainer import WeightsConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.checksums import is_delta, verify_version
-from rl.run_dir.deltas import Mirror, readable
+from rl.run_dir.checksums import Mirror, is_delta, readable, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.system.errors import RunError
@@ -231,7 +230,7 @@ def test_without_memory_for_the_version_it_is_refused(tmp_path, monkeypatch):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10)
     training.publish(), training.publish()
-    monkeypatch.setattr("rl.run_dir.deltas.memory_bytes", lambda: (2**30, 1000))
+    monkeypatch.setattr("rl.run_dir.checksums.memory_bytes", lambda: (2**30, 1000))
     with pytest.raises(
         RunError, match=r"are free; free memory, or move the versions with a delta.json away"
     ):

@@ -16,15 +16,14 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import LoraConfig, TrainerConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.checksums import DIGESTS, check_record, read_digests, verify_version
-from rl.run_dir.deltas import readable
+from rl.run_dir.checksums import DIGESTS, check_record, read_digests, readable, verify_version
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.safetensors import model_files
 from rl.trainer import export
 from rl.trainer.model import lora
 from rl.trainer.model.dither import dither
-from rl.trainer.model.policy import load_policy, score
-from rl.trainer.store import layout, versions
+from rl.trainer.model.head import score
+from rl.trainer.model.policy import load_policy
+from rl.trainer.store import versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import Ranks
 from rl.wire.messages import TrainBatch
@@ -314,32 +313,6 @@ def test_a_disk_that_is_full_for_one_rank_leaves_nothing(results):
             and ("(on rank 1)" in said) == (rank == 0)
         ), said
     assert list((folder / "full").iterdir()) == []
-
-
-def test_a_large_version_is_several_files_with_an_index(tmp_path, monkeypatch):
-    base = make_tiny_model(tmp_path / "model", CONFIGS["llama"])
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    version = versions.snapshot(model, base, torch.bfloat16, {})
-    version.write(tmp_path / "one")
-    monkeypatch.setattr(layout, "FILE_BYTES", 60_000)
-    version.write(tmp_path / "several")
-    parts = model_files(tmp_path / "several")
-    assert [part.name for part in parts] == [
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)
-    ]
-    assert len(parts) > 2 and all(part.stat().st_size < 70_000 + layout.PAGE for part in parts)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype=torch.bfloat16)
-    assert all(
-        torch.equal(ours, theirs)
-        for ours, theirs in zip(again.parameters(), model.parameters(), strict=True)
-    )
-    assert (
-        verify_version(tmp_path / "several")["tensors"]
-        == verify_version(tmp_path / "one")["tensors"]
-    )
-    parts[1].rename(tmp_path / "away")
-    with pytest.raises(CorruptFileError, match=f"lacks {parts[1].name}"):
-        verify_version(tmp_path / "several")
 
 
 def test_bytes_that_no_rank_holds_are_found(tmp_path):

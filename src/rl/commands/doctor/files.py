@@ -5,8 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.checksums import check_record, check_version, verify_checkpoint
-from rl.run_dir.deltas import Mirror
+from rl.run_dir.checksums import Mirror, check_record, check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError

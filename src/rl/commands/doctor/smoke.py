@@ -132,7 +132,7 @@ async def answers(model: Path, work: Path, children: Children) -> tuple[float, i
             found = await asyncio.gather(
                 *(servers.generate(0, prompt, sampling) for prompt in prompts)
             )
-            return time.monotonic() - start, sum(len(answer.token_ids) for answer in found)
+            return time.monotonic() - start, sum(len(answer.completion_ids) for answer in found)
         finally:
             await servers.close()
             await server.end()

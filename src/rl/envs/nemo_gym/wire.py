@@ -162,15 +162,9 @@ def as_turn(
     of `version`, unless its `spans` are known. Raises RolloutError."""
     prompt_ids, completion_ids, logprobs = ([*(item.get(key) or ())] for key in TOKEN_KEYS)
     try:
-        return Turn(
-            prompt_ids=prompt_ids,
-            completion_ids=completion_ids,
-            logprobs=logprobs,
-            policy_versions=spans
-            or ([VersionSpan(version, len(completion_ids))] if completion_ids else []),
-            finish_reason=finish_reason,
-        )
-    except ValueError as error:
+        versions = spans or [VersionSpan(version, len(completion_ids))]
+        return Turn.of(prompt_ids, completion_ids, logprobs, versions, finish_reason)
+    except (ValueError, TypeError, OverflowError) as error:
         raise RolloutError("inference", f"NeMo Gym's model server: {error}") from error
 
 

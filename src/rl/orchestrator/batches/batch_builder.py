@@ -19,19 +19,19 @@ from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.old_files import OldFiles
 from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged, normalise
-from rl.orchestrator.groups.pending import PendingLog, PendingRollouts, without_episodes
+from rl.orchestrator.groups.pending import PendingLog, episodes_where
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.tasks.admission import Admission
-from rl.orchestrator.tasks.task_source import TaskRef
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.run_dir.origin import first_step
+from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.run_dir.status import RunWarning
 from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, remove_rollouts
-from rl.wire.rollouts import Group, Members, Rollout
+from rl.wire.rollouts import Drawn, Group, Rollout, TaskRef, rollout_lines
 
 MAX_FAILED = 3
 """The run ends after this many batches' worth of consecutive episodes in groups that leave
@@ -130,9 +130,6 @@ class BatchBuilder:
     def __post_init__(self) -> None:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
         self.pending = PendingLog(self.run_dir.pending)
-        self.readable = PendingRollouts(
-            self.run_dir.pending_rollouts, self.config.orchestrator.mask_truncated
-        )
         self.old_files = OldFiles(self.run_dir, self.config.orchestrator)
         self.history = RewardHistory()
         self.restored = set[int]()
@@ -167,80 +164,70 @@ class BatchBuilder:
             log.warning(warning)
         await in_thread(self._judge, self.pending.groups)
         self.restored = {group.group_id for group in self.pending.groups}
-        done, begun = refs(self.pending.groups), refs(self.pending.members.values())
-        await asyncio.to_thread(self.source.restore, state.tasks if state else None, done, begun)
-        played = {ref.group_id for ref in self.source.retry}
-        self.pending.members = {
-            group_id: record
-            for group_id, record in self.pending.members.items()
-            if group_id in played
-        }
+        await asyncio.to_thread(
+            self.source.restore,
+            state.tasks if state else None,
+            refs(self.pending.groups),
+            refs(self.pending.unfinished.values()),
+            self.pending.drawn,
+        )
         for group in self.pending.groups:
             if group.group_id not in counted:
                 self._count(group)
         if state and not self.config.max_lag:
             wanted = {ref.group_id for ref in state.tasks.in_flight}
             mark_surplus(
-                one
-                for one in self.pending.groups
-                if one.group_id < state.tasks.next_group and one.group_id not in wanted
+                group
+                for group in self.pending.groups
+                if group.group_id < state.tasks.next_group and group.group_id not in wanted
             )
-        self.readable.rewrite(self.pending.groups)
+        # of an earlier version of rl; `rl show` and `rl view` read pending.log
+        (self.run_dir.rollouts_dir / PENDING_ROLLOUTS).unlink(missing_ok=True)
         if newest or self.pending.groups:
             log.info(
                 "resumed after batch %d with %d finished groups", newest, len(self.pending.groups)
             )
 
-    async def add(self, finished: list[Group | Members]) -> None:
-        """Makes finished groups, and members of others, durable with one write, then judges and
-        counts the groups.
+    async def add(self, played: list[Group]) -> None:
+        """Judges finished groups, makes them and finished episodes of others durable with one
+        write, and counts the groups.
 
         Raises RunError if another process has become the orchestrator, or if a user function is
         faulty. The latter loses no group: `restore` judges them again once the function is fixed.
         """
-        # drops members of groups that a batch did without: these are played anew
+        in_flight = self.admission.in_flight
+        # drops episodes of groups that a batch did without: these are played anew
         if not self.config.max_lag:
-            finished = [
-                one
-                for one in finished
-                if isinstance(one, Group) or one.group_id in self.admission.in_flight
-            ]
-        await asyncio.to_thread(self._keep, finished)
-        groups = [group for group in finished if isinstance(group, Group)]
-        if not groups:
-            return
+            played = [group for group in played if group.finished or group.group_id in in_flight]
+        groups = [group for group in played if group.finished]
         try:
             await in_thread(self._judge, [group for group in groups if not is_judged(group)])
-            for group in groups:
-                self.admission.outcomes[group.env].append(group.why is None)
-                self._count(group)
-                self.num_played += group.num_episodes
-            if not self.config.max_lag:
-                mark_surplus(
-                    group for group in groups if group.group_id not in self.admission.in_flight
-                )
         finally:
-            await asyncio.to_thread(self.readable.append, groups)
+            await asyncio.to_thread(self._keep, [*self.source.newly_drawn(), *played])
         for group in groups:
-            self.admission.in_flight.pop(group.group_id, None)
+            self.admission.outcomes[group.env].append(group.why is None)
+            self._count(group)
+            self.num_played += group.num_episodes
+        if not self.config.max_lag:
+            mark_surplus(group for group in groups if group.group_id not in in_flight)
+        for group in groups:
+            in_flight.pop(group.group_id, None)
             self.warnings.about(group)
 
-    def _keep(self, finished: list[Group | Members]) -> None:
+    def _keep(self, records: list[Group | Drawn]) -> None:
         self.fence()
-        self.pending.append(finished)
+        self.pending.append(records)
 
-    def members(self, group_id: int, oldest: int) -> list[Rollout]:
+    def finished_of(self, group_id: int, oldest: int) -> list[Rollout]:
         """Returns the finished rollouts of an unfinished group, without episodes that failed or
         that have tokens sampled by a version before `oldest`."""
-        found = self.pending.members.get(group_id)
-        if found is None:
-            return []
-        return without_episodes(
-            found,
+        group = self.pending.unfinished.get(group_id)
+        return episodes_where(
+            group.rollouts if group else [],
             lambda rollout: (
-                rollout.error is not None or min(rollout.versions, default=oldest) < oldest
+                rollout.error is None and min(rollout.versions, default=oldest) >= oldest
             ),
-        ).members
+        )
 
     def _judge(self, groups: list[Group]) -> None:
         for group in groups:
@@ -279,7 +266,6 @@ class BatchBuilder:
             for group in old:
                 group.why = "stale"
                 self.clock.stale[group.env] += 1
-            await asyncio.to_thread(self.readable.rewrite, self.pending.groups)
 
     async def _commit(self, used: list[Group]) -> None:
         """Makes the next batch from `used`. It also settles the groups dropped so far and,
@@ -313,6 +299,7 @@ class BatchBuilder:
             history=self.history,
             pending=refs(waiting),
         )
+        self.pending.drawn = []  # they are in the state
         await asyncio.to_thread(self._write_batch, step, used, dropped, state, counts)
         self.progress.newest, self.pending.groups = step, waiting
         # the trainer needs only the batch, not the files written below
@@ -337,7 +324,7 @@ class BatchBuilder:
             group for group in self.pending.groups if full and group.group_id > used[-1].group_id
         ]
         mark_surplus(behind)
-        self.pending.members.clear()
+        self.pending.unfinished.clear()
         return self.admission.give_back(refs(behind))
 
     def _write_batch(
@@ -356,14 +343,11 @@ class BatchBuilder:
             batch = EncodedBatch(step=step, samples=batches.encoded_samples(used, mask_truncated))
             state.tasks.rates = self.source.packed_rates()
             state.metrics = batch_metrics(step, settled, mask_truncated, self.rules) | counts
-            batches.commit(
-                self.run_dir, batch, batches.rollout_lines(settled, step, mask_truncated), state
-            )
+            batches.commit(self.run_dir, batch, rollout_lines(settled, step, mask_truncated), state)
 
     def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
         """Writes what is derived from a batch, and could be made again at a start."""
         self.pending.rewrite()
-        self.readable.rewrite(self.pending.groups)
         self.metrics.write(step, metrics)
         self.old_files.put_away(step)
 
@@ -396,5 +380,5 @@ def mark_surplus(groups: Iterable[Group]) -> None:
         group.why = "surplus"
 
 
-def refs(groups: Iterable[Group | Members]) -> list[TaskRef]:
+def refs(groups: Iterable[Group]) -> list[TaskRef]:
     return [TaskRef(group.group_id, group.env, group.task) for group in groups]

@@ -61,10 +61,9 @@ def batch_metrics(
 
 def route_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Returns the size of the routes, with trainer.router_replay = engine."""
-    size = sum(
-        len(answer.routes or b"") for rollout in rollouts for answer in rollout.turns.answers
-    )
-    tokens = sum(chain.num_tokens - 1 for rollout in rollouts for chain in rollout.turns.chains)
+    chains = [chain for rollout in rollouts for chain in rollout.turns.chains]
+    size = sum(len(chain.routes) for chain in chains)
+    tokens = sum(chain.num_tokens - 1 for chain in chains)
     return {"rollouts/route_bytes": size / tokens} if size else {}
 
 

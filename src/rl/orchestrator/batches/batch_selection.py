@@ -4,16 +4,14 @@ pure."""
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import msgspec
 
 from rl.orchestrator.batches.early_stop import RewardHistory
-from rl.orchestrator.batches.samples import group_samples, why_not_trained
-from rl.orchestrator.tasks.task_source import TaskRef, TaskState
-from rl.run_dir.files import CorruptFileError
+from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.tasks.task_source import TaskState
+from rl.run_dir.files import UNREADABLE, CorruptFileError, TakenError
 from rl.run_dir.lease import check_fence
-from rl.run_dir.naming import TakenError
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import (
@@ -24,8 +22,7 @@ from rl.wire.batch_file import (
     write_batch,
     write_rollouts,
 )
-from rl.wire.messages import UNREADABLE
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, TaskRef
 
 
 class OrchestratorState(msgspec.Struct, kw_only=True):
@@ -118,35 +115,3 @@ def commit(run_dir: RunDir, batch: EncodedBatch, lines: bytes, state: Orchestrat
         raise TakenError(path)  # before rollouts are overwritten
     write_rollouts(run_dir.rollouts(batch.step), lines, fence)
     write_batch(path, batch, state, fence)
-
-
-def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool) -> bytes:
-    """Returns the lines of rollouts/*.jsonl for all rollouts of these groups."""
-    lines = (
-        rollout_line(group, i, step, mask_truncated)
-        for group in groups
-        for i in range(len(group.rollouts))
-    )
-    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-
-
-def rollout_line(
-    group: Group, i: int, step: int | None, mask_truncated: bool = False
-) -> dict[str, Any]:
-    """Returns the line of rollouts/*.jsonl for rollout `i` of a group settled by batch `step`;
-    None: no batch has settled it."""
-    rollout = group.rollouts[i]
-    why = why_not_trained(group, rollout, mask_truncated) or ("pending" if step is None else None)
-    return {
-        "step": step,
-        "env": group.env,
-        "task": group.task,
-        "group_id": group.group_id,
-        "rollout_id": i,
-        "episode": rollout.episode,
-        "advantage": None if rollout.error else group.advantages[i] if group.advantages else 0.0,
-        "retries": rollout.retries,
-        "trained": why is None,
-        "why": why,
-        **rollout.as_record(),
-    }

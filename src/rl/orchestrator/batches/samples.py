@@ -1,11 +1,10 @@
 """Turns a rollout's turns into flat training samples, with ids as they were sent and sampled,
 never retokenised."""
 
-from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, why_left_out
 from rl.wire.turns import AnswerSpan
 
 
@@ -27,10 +26,10 @@ def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
         spans = [span for answer in answers for span in spans_of(answer, advantage)]
         teacher = [answer.teacher_logprobs or bytes(len(answer.logprobs)) for answer in answers]
         yield TrainingSample(
-            packed_ids=turns.ids(number).tobytes(),
+            packed_ids=turns.ids(number),
             spans=spans,
-            packed_logprobs=as_float32(answer.logprobs for answer in answers),
-            packed_teacher=as_float32(teacher)
+            packed_logprobs=b"".join(answer.logprobs for answer in answers),
+            packed_teacher=b"".join(teacher)
             if any(answer.teacher_logprobs for answer in answers)
             else None,
             env=group.env,
@@ -49,35 +48,9 @@ def spans_of(answer: AnswerSpan, advantage: float) -> Iterator[TrainedSpan]:
         start += span.num_tokens
 
 
-def as_float32(columns: Iterable[bytes]) -> bytes:
-    """Joins columns of float64 as one of float32."""
-    return array("f", array("d", b"".join(columns))).tobytes()  # numpy would start threads
-
-
-def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns the reason of its own, whatever its group's, for which a rollout is not trained;
-    None if it has none."""
-    if rollout.error:
-        return rollout.cause or "environment"
-    if not rollout.trainable:
-        return "not_trainable"
-    if rollout.filtered:
-        return "filtered"
-    if not rollout.num_sampled:
-        return "overlong" if rollout.overlong else "empty"
-    return "truncated" if rollout.truncated and mask_truncated else None
-
-
 def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
     """Whether a rollout is trained if its group is."""
     return why_left_out(rollout, mask_truncated) is None
-
-
-def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes
-    precedence over its group's reason."""
-    own = why_left_out(rollout, mask_truncated)
-    return own if rollout.error else group.why or own
 
 
 def group_samples(group: Group, mask_truncated: bool = False) -> Iterator[TrainingSample]:

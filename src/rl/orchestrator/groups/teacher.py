@@ -20,12 +20,12 @@ from tokenizers import Tokenizer
 from rl.config.orchestrator import TeacherConfig
 from rl.orchestrator.batches.samples import is_trained
 from rl.run_dir.access_token import hides_keys
+from rl.run_dir.files import UNREADABLE
 from rl.system.credentials import redact
 from rl.system.errors import RunError
 from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, describe_refusal
-from rl.wire.messages import UNREADABLE
 from rl.wire.rollouts import Group, Rollout
-from rl.wire.turns import pack_logprobs
+from rl.wire.turns import pack_logprobs, unpack_ids
 
 TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
@@ -170,7 +170,7 @@ class Teacher:
         ]
         try:
             scores = await asyncio.gather(
-                *(self.score(turns.ids(number).tolist()) for number, _ in chains)
+                *(self.score(unpack_ids(turns.ids(number))) for number, _ in chains)
             )
         except RunError as error:
             rollout.error, rollout.cause = redact(str(error)), "teacher"

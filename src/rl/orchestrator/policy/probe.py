@@ -2,12 +2,14 @@
 inference's."""
 
 import asyncio
-import math
 from pathlib import Path
 
+from rl.orchestrator.batches.samples import rollout_samples
 from rl.wire.batch_file import samples_of
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainingSample
+from rl.wire.rollouts import Group, Rollout
+from rl.wire.turns import Turns
 
 PROMPTS, TOKENS = 4, 32
 
@@ -48,20 +50,14 @@ async def complete(
 ) -> TrainingSample:
     """Returns one completion of a prompt as a sample, with all sampled tokens in the loss mask,
     and with its routes if so wanted."""
-    sampling = {"max_tokens": num_tokens, "temperature": temperature} | (
-        {"routes_from": 0} if routes else {}
-    )
-    answer = await servers.generate(0, prompt, sampling)
-    n, m = len(prompt), len(answer.token_ids)
-    return TrainingSample.of(
-        token_ids=prompt + answer.token_ids,
-        loss_mask=[False] * n + [True] * m,
-        logprobs=[0.0] * n + [math.nan if one is None else one for one in answer.logprobs],
-        advantages=[0.0] * (n + m),
-        policy_versions=answer.policy_versions,
-        env="probe",
+    sampling = {"max_tokens": num_tokens, "temperature": temperature, "routes": routes}
+    turn = await servers.generate(0, prompt, sampling)
+    group = Group(
         group_id=group_id,
-        rollout_id=0,
+        env="probe",
+        task=0,
+        rollouts=[Rollout(turns=Turns.of([turn]))],
+        advantages=[0.0],
         temperature=temperature,
-        routes=answer.routes,
     )
+    return next(rollout_samples(group, 0))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.run_dir.checksums import content_id, verify_version
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.over_network import Memory
+from rl.run_dir.in_memory import Memory
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Staleness, read_status, server_files
 from rl.wire.http import AwayError, RefusedError

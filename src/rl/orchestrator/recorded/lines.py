@@ -33,8 +33,7 @@ class RecordedTurn(msgspec.Struct, kw_only=True):
     logprobs: list[float] | None = None
     policy_versions: list[VersionSpan] | None = None
     finish_reason: str = "stop"
-    routes: bytes | None = None
-    routes_from: int = 0
+    routes: bytes = b""
 
 
 class Line(msgspec.Struct, kw_only=True):
@@ -189,16 +188,15 @@ class Converter:
         if fault := self.fault(turn):
             raise RunError(f"{place}.{fault}")
         try:
-            return Turn(
-                prompt_ids=turn.prompt_ids,
-                completion_ids=turn.completion_ids,
-                logprobs=[math.nan] * count if turn.logprobs is None else turn.logprobs,
-                policy_versions=[VersionSpan(NO_VERSION, count)]
+            return Turn.of(
+                turn.prompt_ids,
+                turn.completion_ids,
+                [None] * count if turn.logprobs is None else turn.logprobs,
+                [VersionSpan(NO_VERSION, count)]
                 if turn.policy_versions is None
                 else turn.policy_versions,
-                finish_reason=turn.finish_reason,
+                turn.finish_reason,
                 routes=turn.routes,
-                routes_from=turn.routes_from,
             )
         except ValueError as error:
             raise RunError(f"{place}: {error}") from None

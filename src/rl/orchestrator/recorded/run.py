@@ -36,6 +36,7 @@ from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
 from rl.system.errors import RunError
 from rl.wire.batch_file import EncodedBatch, remove_rollouts
+from rl.wire.rollouts import rollout_lines
 from rl.wire.transport import TrainerServer
 
 log = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ class RecordedRun:
                 | {"rollouts/missing": missing},
             )
             batch = EncodedBatch(step=step, samples=batches.encoded_samples(used, masked))
-            batches.commit(self.run_dir, batch, batches.rollout_lines(settled, step, masked), state)
+            batches.commit(self.run_dir, batch, rollout_lines(settled, step, masked), state)
         self.progress.newest = step
         self.metrics.write(step, state.metrics)
         self.old_files.put_away(step)

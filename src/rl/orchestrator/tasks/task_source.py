@@ -1,7 +1,6 @@
 """Chooses the next task, as a function of the seed, counters and the solve rates at the last
 batch, so that its state is small."""
 
-import logging
 import math
 import random
 import zlib
@@ -15,21 +14,12 @@ import msgspec
 
 from rl.config.orchestrator import DifficultyConfig
 from rl.system.errors import RunError
-
-log = logging.getLogger(__name__)
+from rl.wire.rollouts import Drawn, TaskRef
 
 MEMORY = 0.5
 """Weight of the previous solve rate when a task's rate is updated with a new group."""
 UNPLAYED = math.inf
 """Stands for the solve rate of a task of which no group has finished."""
-
-
-class TaskRef(msgspec.Struct, frozen=True, array_like=True):
-    """A group to be played: its id, and its task in the environment's training set."""
-
-    group_id: int
-    env: str
-    task: int
 
 
 class TaskState(msgspec.Struct, kw_only=True):
@@ -55,16 +45,6 @@ class EnvTasks:
     weight: float = 1.0
     group_size: int = 1
     difficulty: DifficultyConfig | None = None
-
-
-@dataclass
-class Lost:
-    """A group in flight when a process died; its lost id was above `after` and below `before`,
-    ids of the same environment."""
-
-    after: int
-    before: int
-    ref: TaskRef
 
 
 def pool(rate: float, difficulty: DifficultyConfig) -> Literal["hard", "normal", "easy"]:
@@ -104,7 +84,7 @@ class TaskSource:
 
     With difficulty pools, tasks may be skipped when their turn comes. This is decided by the rates
     at the last batch (`update_solve_rates`), never by newer ones, so the draws between two batches
-    do not depend on when groups finish, and `restore` can repeat them.
+    do not depend on when groups finish, and a restarted process draws the same ones.
     """
 
     def __init__(self, envs: dict[str, EnvTasks], seed: int):
@@ -123,6 +103,8 @@ class TaskSource:
         self.sizes = {env: Counter[str]() for env in self.pooled}
         """Number of played tasks in each pool, by environment."""
         self.noted: list[tuple[str, int, float]] = []
+        self.drawn: list[TaskRef] = []
+        """What `newly_drawn` will return."""
         self.retry: deque[TaskRef] = deque()
         """Groups that were cancelled or lost, to be played next."""
         self.requeued: deque[TaskRef] = deque()
@@ -157,8 +139,10 @@ class TaskSource:
             skips_left -= 1
         task = self._task(env)
         self.issued[env] += 1
+        ref = TaskRef(self.next_group, env, task)
         self.next_group += 1
-        return TaskRef(self.next_group - 1, env, task)
+        self.drawn.append(ref)
+        return ref
 
     def _task(self, env: str) -> int:
         """Returns the next task in the environment's order."""
@@ -186,39 +170,6 @@ class TaskSource:
             random.Random(f"{self.seed}/{env}/{epoch}").shuffle(order)
             self.orders[env] = epoch, order
         return order
-
-    def _redraw(self, later: list[TaskRef], env: str, num_missing: int) -> list[Lost]:
-        """Repeats an environment's draws until all groups in `later` (issued after the state was
-        written) are drawn. Returns the other groups drawn, which were in flight when the process
-        died.
-
-        These have at most the `num_missing` ids. If there are more, the environment's tasks have
-        changed since, and the groups in flight remain unknown: none are returned.
-        """
-        numbers: dict[int, deque[int]] = {}
-        for ref in later:
-            numbers.setdefault(ref.task, deque()).append(ref.group_id)
-        issued, skipped = self.issued[env], self.skipped[env]
-        between, lost, last, left = list[TaskRef](), list[Lost](), -1, len(later)
-        while left and len(lost) + len(between) <= num_missing:
-            ref = self._draw(env)
-            if numbers.get(ref.task):
-                before, last, left = last, numbers[ref.task].popleft(), left - 1
-                lost += [Lost(before, last, one) for one in between]
-                between.clear()
-            else:
-                between.append(ref)
-        if left:
-            self.issued[env], self.skipped[env] = issued + len(later), skipped
-            text = (
-                "environment %s: its tasks, or their order, are not those of the groups finished "
-                "since the newest batch; "
-            )
-            log.warning(
-                text + "those started since then that did not finish are not issued again", env
-            )
-            return []
-        return lost
 
     def give_back(self, begun: Iterable[TaskRef]) -> None:
         """Requeues the tasks of groups that a batch did without as the next ones, in starting
@@ -269,6 +220,7 @@ class TaskSource:
     def state(self, in_flight: Iterable[TaskRef]) -> TaskState:
         """Returns the state to write with a batch, after `update_solve_rates`, without the
         rates. `in_flight`: the groups being played."""
+        self.drawn = []
         return TaskState(
             next_group=self.next_group,
             issued=dict(self.issued),
@@ -281,47 +233,49 @@ class TaskSource:
         changes them."""
         return {env: packed(rates) for env, rates in self.rates.items()}
 
+    def newly_drawn(self) -> list[Drawn]:
+        """Returns what was drawn since the last call, and since the last `state`, to be kept
+        until there is another state."""
+        if not self.drawn:
+            return []
+        tasks, self.drawn = self.drawn, []
+        return [Drawn(self.next_group, dict(self.issued), dict(self.skipped), tasks)]
+
     def restore(
-        self, state: TaskState | None, done: Iterable[TaskRef], begun: Iterable[TaskRef] = ()
+        self,
+        state: TaskState | None,
+        done: Iterable[TaskRef],
+        begun: Iterable[TaskRef] = (),
+        drawn: Iterable[Drawn] = (),
     ) -> None:
-        """Continues from a state, or from the beginning. Groups in `done` are finished and not
-        played again; those in `begun` have finished members, and are played under their old id."""
+        """Continues from a state, or from the beginning, with what was `drawn` since. Groups in
+        `done` are finished and not played again; those in `begun` have finished episodes."""
         done, begun = ([ref for ref in refs if ref.env in self.envs] for refs in (done, begun))
-        finished = {ref.group_id for ref in done}
+        in_flight = list[TaskRef]()
         if state is not None:
-            self.next_group = state.next_group
-            self.issued |= {env: count for env, count in state.issued.items() if env in self.envs}
-            self.skipped |= {env: count for env, count in state.skipped.items() if env in self.envs}
-            self.skipped_before = dict(self.skipped)
+            self._count(state.next_group, state.issued, state.skipped)
+            in_flight += state.in_flight
             for env, data in state.rates.items():
                 if difficulty := self.pooled.get(env):
                     self.rates[env] = unpacked(data, self.envs[env].size or 0)
                     self.sizes[env] = Counter(
                         pool(rate, difficulty) for rate in self.rates[env] if rate != UNPLAYED
                     )
-            self.retry.extend(
-                task
-                for task in state.in_flight
-                if task.env in self.envs and task.group_id not in finished
-            )
-        # the others are in the state
-        begun = [ref for ref in begun if ref.group_id >= self.next_group]
-        self.retry.extend(begun)
-        later = sorted(
-            [*begun, *(ref for ref in done if ref.group_id >= self.next_group)],
-            key=lambda ref: ref.group_id,
-        )
-        first, end = self.next_group, max([self.next_group, *(ref.group_id + 1 for ref in later)])
-        self.next_group = end
-        missing = sorted({*range(first, end)} - {ref.group_id for ref in later})
-        lost = [
-            one
-            for env in self.envs
-            for one in self._redraw([ref for ref in later if ref.env == env], env, len(missing))
-        ]
-        for number in missing:
-            if fitting := [one for one in lost if one.after < number]:
-                one = min(fitting, key=lambda one: one.before)
-                lost.remove(one)
-                self.retry.append(TaskRef(number, one.ref.env, one.ref.task))
-        self.retry.extend(one.ref for one in lost)  # no id fits if environments have changed
+        self.skipped_before = dict(self.skipped)
+        for record in drawn:
+            if record.next_group > self.next_group:
+                self._count(record.next_group, record.issued, record.skipped)
+                in_flight += record.tasks
+        # whose draws another version of rl did not record, or the disk has lost
+        for ref in sorted([*done, *begun], key=lambda ref: ref.group_id):
+            if ref.group_id >= self.next_group:
+                self.next_group = ref.group_id + 1
+                self.issued[ref.env] += 1
+        finished = {ref.group_id for ref in done}
+        issued_again = {ref.group_id: ref for ref in [*in_flight, *begun] if ref.env in self.envs}
+        self.retry.extend(ref for group_id, ref in issued_again.items() if group_id not in finished)
+
+    def _count(self, next_group: int, issued: dict[str, int], skipped: dict[str, int]) -> None:
+        self.next_group = next_group
+        self.issued |= {env: count for env, count in issued.items() if env in self.envs}
+        self.skipped |= {env: count for env, count in skipped.items() if env in self.envs}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 from msgspec import ValidationError
 
-from rl.wire.messages import UNREADABLE
+from rl.run_dir.files import UNREADABLE
 from rl.wire.rollouts import Rollout, unfit
 from rl.wire.turns import AnswerSpan, Turns
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet
@@ -94,7 +94,7 @@ def faults_of_turns(
 def faults_of_answer(answer: AnswerSpan, newest: int | None, trains: bool) -> Iterator[str]:
     """`trains`: whether the log-probabilities are trained. In an evaluation nobody reads them,
     and workers let any through."""
-    logprobs = array("d", answer.logprobs) if trains else array("d")
+    logprobs = array("f", answer.logprobs) if trains else array("f")
     if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MOST_LIKELY:
         yield (
             "the log-probability "

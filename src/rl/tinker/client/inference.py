@@ -23,7 +23,7 @@ from starlette.routing import Route
 from rl.config.run import RLConfig
 from rl.run_dir.access_token import is_loopback, run_token
 from rl.run_dir.checksums import content_id
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
@@ -41,10 +41,11 @@ from rl.tinker.client.service import (
 )
 from rl.wire import serving
 from rl.wire.gate import refusal
-from rl.wire.inference_client import PROTOCOL, Generation, HeldVersion
+from rl.wire.inference_client import PROTOCOL, HeldVersion
 from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
-from rl.wire.messages import UNREADABLE, VersionSpan
+from rl.wire.messages import VersionSpan
 from rl.wire.token_gate import Gate
+from rl.wire.turns import Turn, pack_ids, pack_logprobs
 
 TOGETHER_S = 0.02
 """How long a request waits for others with the same prompt."""
@@ -78,7 +79,7 @@ class Sampler:
         self.config, self.status = config, status
         self.timeout_s = config.tinker.answer_timeout_s
         self.service: tinker.ServiceClient | None = None
-        self.together: dict[tuple, list[asyncio.Future[Generation]]] = {}
+        self.together: dict[tuple, list[asyncio.Future[Turn]]] = {}
         """Answers that requests wait for which are not sent yet, by the content of the requests."""
         self.tasks = set[asyncio.Task[None]]()
         self.opening = asyncio.Lock()
@@ -128,9 +129,9 @@ class Sampler:
         async with self.opening:
             self.held = await self._opened(asked.policy_version, asked.content, place.path)
 
-    async def generate(self, asked: GenerateRequest) -> Generation:
+    async def generate(self, asked: GenerateRequest) -> Turn:
         """Waits for: the service. Raises BadRequestError, and RunError if there is no answer."""
-        answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
         # the second answer to a seed is another one
         alone = None if asked.sampling.seed is None else answer
         key = (self.held, tuple(asked.token_ids), msgspec.json.encode(asked.sampling), alone)
@@ -163,7 +164,7 @@ class Sampler:
             for answer in answers:
                 answer.cancel()  # those without one, which then ask again
 
-    async def _sample(self, held: Held, asked: GenerateRequest, count: int) -> list[Generation]:
+    async def _sample(self, held: Held, asked: GenerateRequest, count: int) -> list[Turn]:
         prompt, params = (
             tinker.ModelInput.from_ints(asked.token_ids),
             sampling_params(asked.sampling),
@@ -218,12 +219,7 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
         raise BadRequestError(
             "the Tinker API ends answers at texts or at tokens, not both: leave sampling.stop out"
         )
-    if (
-        sampling.min_p
-        or sampling.ignore_eos
-        or sampling.prompt_logprobs
-        or sampling.routes_from is not None
-    ):
+    if sampling.min_p or sampling.ignore_eos or sampling.prompt_logprobs or sampling.routes:
         raise BadRequestError(
             "this run's inference has no min_p, ignore_eos, prompt_logprobs and routes: "
             "leave them out"
@@ -238,15 +234,14 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
     )
 
 
-def generation(sampled: tinker.SampledSequence, version: int) -> Generation:
+def generation(sampled: tinker.SampledSequence, version: int) -> Turn:
     """Returns a sampled sequence as an answer. Raises RunError for one that is none."""
-    logprobs: list[float | None] = [*(sampled.logprobs or ())]
     try:
-        return Generation(
-            sampled.tokens,
-            logprobs,
-            [VersionSpan(version, len(sampled.tokens))],
-            sampled.stop_reason,
+        return Turn(
+            packed_ids=pack_ids(sampled.tokens),
+            packed_logprobs=pack_logprobs(sampled.logprobs or ()),
+            policy_versions=[VersionSpan(version, len(sampled.tokens))],
+            finish_reason=sampled.stop_reason,
         )
     except ValueError as error:
         raise RunError(f"the service's answer cannot be trained: {error}") from error
@@ -268,7 +263,8 @@ class Api:
                     "prompt and answer together"
                 )
                 return refusal(400, "prompt_too_long", message)
-            return reply(await self.sampler.generate(body))
+            turn = await self.sampler.generate(body)
+            return Response(msgspec.msgpack.encode(turn), media_type="application/msgpack")
         except (*UNREADABLE, BadRequestError) as error:
             return refusal(400, "bad_request", str(error))
         except RunError as error:

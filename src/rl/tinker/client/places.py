@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 import tinker
 
-from rl.run_dir.checksums import verify_version
+from rl.run_dir.checksums import DIGESTS, MANIFEST, REMOTE, checksum, verify_version
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
-from rl.run_dir.version_files import DIGESTS, MANIFEST, REMOTE, checksum
 from rl.tinker.client.service import ERRORS
 
 

@@ -23,16 +23,17 @@ from torch.distributed.tensor import DTensor
 
 from rl.config.loss import LossConfig
 from rl.config.run import RLConfig
+from rl.run_dir.checksums import DIGESTS, checksum
 from rl.run_dir.digests import HASH, digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
-from rl.run_dir.version_files import DIGESTS, checksum
 from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.loss.losses import loss_function
 from rl.trainer.measure.memory import free_bytes
 from rl.trainer.model import lora
-from rl.trainer.model.policy import DTYPES, load_policy, mode_of, score
+from rl.trainer.model.head import mode_of, score
+from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import MOMENTS, local, make_optimizer, optimizer_step
 from rl.trainer.parallel.world import World
 from rl.trainer.store.space import require_space, write_tensors

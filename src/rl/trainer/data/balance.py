@@ -39,15 +39,11 @@ def plan(ordered: SortedSamples, layout: Layout) -> list[list[MicroBatchRange]]:
     cuts fewer groups.
     """
     furthest = furthest_ends(ordered, layout.max_tokens)
-    needed = ranges_needed(furthest)
-    least = max(1, -(-int(needed[0]) // layout.num_ranks))
+    needed, size = ranges_needed(furthest), layout.num_ranks
+    least = max(1, -(-int(needed[0]) // size))
     rounds = sorted({least + -(-least * extra // 64) for extra in range(9)})
-    plans = [
-        assign_to_ranks(
-            ordered, layout, cut_ranges(ordered, layout, furthest, needed, n * layout.num_ranks)
-        )
-        for n in rounds
-    ]
+    cuts = [cut_ranges(ordered, layout, furthest, needed, count * size) for count in rounds]
+    plans = [assign_to_ranks(ordered, layout, parts) for parts in cuts]
     return min(plans, key=lambda plan: plan[1])[0]
 
 
@@ -79,10 +75,11 @@ def cut_ranges(
     there are fewer items than parts. The difference counts less the more parts a rank gets, and
     only a little with a single rank, since no rank waits for another.
     """
-    count, lengths, hidden_size = len(ordered.items), ordered.lengths, layout.hidden_size
+    count, hidden_size = len(ordered.items), layout.hidden_size
     # [n + 1]: cost repeated by a part that begins with the item
     repeated = np.append(path_cost(ordered.shared, hidden_size), 0)
-    cost = np.concatenate([[0], np.cumsum(path_cost(lengths, hidden_size) - repeated[:-1])])
+    cost = path_cost(ordered.lengths, hidden_size) - repeated[:-1]
+    cost = np.concatenate([[0], np.cumsum(cost)])
     care = max(0.01, layout.num_ranks / num_parts if layout.num_ranks > 1 else 0)
     parts, start = [], 0
     for left in range(num_parts, 0, -1):
@@ -93,9 +90,9 @@ def cut_ranges(
         last = max(min(int(furthest[start]), count - left + 1), start + 1)
         ends = np.arange(start + 1, last + 1)
         ends = ends[needed[ends] < left]
-        own = cost[ends] - cost[start] + repeated[start]
-        fair = (cost[count] - cost[start] + repeated[start] + repeated[ends]) / left
-        end = int(ends[(repeated[ends] + care * np.abs(own - fair)).argmin()])
+        base = repeated[start] - cost[start]
+        fair = (cost[count] + base + repeated[ends]) / left
+        end = int(ends[(repeated[ends] + care * np.abs(cost[ends] + base - fair)).argmin()])
         parts.append((start, end))
         start = end
     return parts
@@ -111,39 +108,31 @@ def assign_to_ranks(
     round shows it, and the parts of a round cost about the same. Within a round the rank with the
     lowest cost so far gets the costliest part.
     """
-    ranks = layout.num_ranks
-    costs = [range_cost(ordered, part, layout) for part in parts]
-    order = sorted(range(len(parts)), key=lambda i: (-costs[i], i))
-    assigned: list[list[MicroBatchRange]] = [[] for _ in range(ranks)]
-    sums = [0] * ranks
-    for start in range(0, len(order), ranks):
-        for part, rank in zip(
-            order[start : start + ranks],
-            sorted(range(ranks), key=lambda r: (sums[r], r)),
-            strict=True,
-        ):
-            assigned[rank].append(parts[part])
+    size = layout.num_ranks
+    assigned, sums, waited = [list[MicroBatchRange]() for _ in range(size)], [0] * size, 0
+    costs = {part: range_cost(ordered, part, layout) for part in parts}
+    order = sorted(parts, key=lambda part: -costs[part])
+    for start in range(0, len(order), size):
+        waited += costs[order[start]]
+        ranks = sorted(range(size), key=lambda rank: sums[rank])
+        for part, rank in zip(order[start : start + size], ranks, strict=True):
+            assigned[rank].append(part)
             sums[rank] += costs[part]
-    own_cost = int(path_cost(np.array(layout.max_tokens), layout.hidden_size)) // OVERHEAD_PART
-    return assigned, sum(costs[i] + own_cost for i in order[::ranks])
+    fixed = int(path_cost(np.array(layout.max_tokens), layout.hidden_size)) // OVERHEAD_PART
+    return assigned, waited + fixed * (len(order) // size)
 
 
 def range_tokens(ordered: SortedSamples, part: MicroBatchRange) -> int:
     """Returns the number of tokens of a micro batch; its first item is computed in full."""
-    start, end = part
-    return int(
-        (ordered.lengths - ordered.shared)[start:end].sum() + ordered.shared[start:end][:1].sum()
-    )
+    lengths, shared = ordered.lengths[slice(*part)], ordered.shared[slice(*part)][1:]
+    return int(lengths.sum() - shared.sum())
 
 
 def range_cost(ordered: SortedSamples, part: MicroBatchRange, layout: Layout) -> int:
     """Returns the cost of a micro batch in the unit of `path_cost`."""
-    start, end = part
-    own, repeated = (
-        path_cost(lengths[start:end], layout.hidden_size)
-        for lengths in (ordered.lengths, ordered.shared)
-    )
-    return int(own.sum() - repeated[1:].sum())
+    lengths, shared = ordered.lengths[slice(*part)], ordered.shared[slice(*part)][1:]
+    costs = path_cost(lengths, layout.hidden_size), path_cost(shared, layout.hidden_size)
+    return int(costs[0].sum() - costs[1].sum())
 
 
 def path_cost(lengths: np.ndarray, hidden_size: int) -> np.ndarray:

@@ -54,9 +54,7 @@ class FromOrchestrator(BatchSource):
             print(f"the run has ended: {answer.reason}", flush=True)
         data = self.world.broadcast_bytes(answer if isinstance(answer, bytes) else b"", self.group)
         self.wait.over()
-        if not data:
-            return None
-        return batch_of(step, data, f"batch {step} from the orchestrator")
+        return batch_of(step, data, f"batch {step} from the orchestrator") if data else None
 
 
 class FromLog(BatchSource):

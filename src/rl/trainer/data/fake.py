@@ -3,12 +3,14 @@ whether its memory suffices."""
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median
+
+import numpy as np
 
 from rl.config.trainer import FakeDataConfig
 from rl.trainer.data.batch_sources import BatchSource
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, TrainedSpan, TrainingSample
 
 FORMATS = {
     "perf/tokens_per_s": "{:.0f} tokens/s",
@@ -28,18 +30,16 @@ class FakeBatches(BatchSource):
         self.config, self.vocab_size, self.seed = config, vocab_size, seed
 
     def receive(self, step: int) -> TrainBatch:
-        rng = random.Random(f"{self.seed}/{step}")
-        config, samples = self.config, []
-        prompt: list[int] = []
+        rng, config = random.Random(f"{self.seed}/{step}"), self.config
+        samples, prompt = [], list[int]()
         for i in range(config.samples):
             group, rollout = divmod(i, config.group_size)
             if rollout == 0:
                 prompt = rng.choices(range(self.vocab_size), k=config.prompt_tokens)
             answer = rng.choices(range(self.vocab_size), k=config.completion_tokens)
+            advantage = rng.gauss(0.0, 1.0)
             samples.append(
-                make_sample(
-                    prompt, answer, rng.gauss(0.0, 1.0), self.vocab_size, step, group, rollout
-                )
+                make_sample(prompt, answer, advantage, self.vocab_size, step, group, rollout)
             )
         return TrainBatch(step=step, samples=samples)
 
@@ -55,13 +55,11 @@ def make_sample(
 ) -> TrainingSample:
     """Makes a sample as if the version before `step` had sampled the answer from the uniform
     distribution."""
-    n, m = len(prompt), len(answer)
-    return TrainingSample.of(
-        token_ids=prompt + answer,
-        loss_mask=[False] * n + [True] * m,
-        logprobs=[0.0] * n + [-math.log(vocab_size)] * m,
-        advantages=[0.0] * n + [advantage] * m,
-        policy_versions=[VersionSpan(step - 1, m)],
+    length = len(prompt) + len(answer)
+    return TrainingSample(
+        packed_ids=np.array(prompt + answer, np.int32).tobytes(),
+        spans=[TrainedSpan(len(prompt), length, step - 1, advantage)],
+        packed_logprobs=np.full(len(answer), -math.log(vocab_size), np.float32).tobytes(),
         env="fake",
         group_id=group,
         rollout_id=rollout,
@@ -75,24 +73,20 @@ def full_batch(num_rows: int, row_tokens: int, max_model_len: int, vocab_size: i
     A row holds sequences as long as the model allows; a sequence longer than `row_tokens` has a row
     of its own.
     """
-    rng = random.Random(0)
-    length = max_model_len - 1
-    lengths = (
-        [length]
-        if length >= row_tokens
-        else [length] * (row_tokens // length) + [row_tokens % length] * (row_tokens % length > 0)
-    )
+    rng, longest = random.Random(0), max_model_len - 1
+    count, rest = divmod(row_tokens, longest)
+    lengths = [longest] * max(1, count) + [rest] * (count > 0 < rest)
     samples = []
-    for group in range(num_rows * len(lengths)):
+    for group, length in enumerate(lengths * num_rows):
         # the last token is predicted, never an input
-        first, *answer = rng.choices(range(vocab_size), k=lengths[group % len(lengths)] + 1)
+        first, *answer = rng.choices(range(vocab_size), k=length + 1)
         samples.append(make_sample([first], answer, 1.0, vocab_size, 1, group, 0))
     return TrainBatch(step=1, samples=samples)
 
 
-def step_line(step: int, metrics: dict[str, float]) -> str:
-    """Returns the line that the benchmark prints after a step."""
-    return f"step {step}: " + ", ".join(
+def text_of(metrics: Mapping[str, float]) -> str:
+    """Returns those of the metrics that the benchmark prints."""
+    return ", ".join(
         text.format(metrics[name])
         for name, text in FORMATS.items()
         if metrics.get(name) is not None
@@ -105,6 +99,4 @@ def summary(lines: Iterable[dict[str, float]]) -> str:
     lines = lines[1:] or lines
     names = [name for name in FORMATS if lines and lines[0].get(name) is not None]
     medians = {name: median(line[name] for line in lines) for name in names}
-    return f"median of {len(lines)} steps: " + ", ".join(
-        FORMATS[name].format(value) for name, value in medians.items()
-    )
+    return f"median of {len(lines)} steps: {text_of(medians)}"

@@ -97,21 +97,20 @@ class MicroBatch:
 def fill_blocks(batch: MicroBatch, ranks: int) -> MicroBatch:
     """Pads the micro batch so that each of the `ranks` that share its row holds whole
     FlexAttention blocks."""
-    length = len(batch.input_ids)
-    row = padded(
+    length, routes = len(batch.input_ids), batch.routes
+    ids, positions, ends = padded(
         batch.input_ids, batch.position_ids, batch.subtree_ends, whole_blocks(length, ranks)
     )
-    padding = len(row[0]) - length
-    routes = batch.routes
+    padding = len(ids) - length
     # to the experts of the last token: one route for all of the padding of a run would burden its
     # experts alone
     if routes is not None:
         routes = torch.cat([routes, routes[-1:].expand(padding, -1)])
     return replace(
         batch,
-        input_ids=row[0],
-        position_ids=row[1],
-        subtree_ends=row[2],
+        input_ids=ids,
+        position_ids=positions,
+        subtree_ends=ends,
         routes=routes,
         padding=padding,
     )
@@ -121,14 +120,17 @@ def empty_micro_batch() -> MicroBatch:
     """Returns one token without any loss, so that a rank without work still takes part in the
     collectives."""
     zero, none = torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
-    row = {
-        "input_ids": zero,
-        "position_ids": zero,
-        "subtree_ends": zero + 1,
-        "queries": None,
-        "predictors": zero,
-        "temperatures": torch.ones(1),
-    }
     integers = dict.fromkeys(("predictor_of", "targets", "sequences", "token_index", "envs"), none)
     floats = dict.fromkeys(("logprobs", "advantages", "weights"), none.float())
-    return MicroBatch(**row, **integers, **floats, teacher_logprobs=None, fresh=none.bool())
+    return MicroBatch(
+        input_ids=zero,
+        position_ids=zero,
+        subtree_ends=zero + 1,
+        queries=None,
+        predictors=zero,
+        temperatures=torch.ones(1),
+        teacher_logprobs=None,
+        fresh=none.bool(),
+        **integers,
+        **floats,
+    )

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from rl.config.loss import ClippedSettings, CustomConfig, LossSettings
 from rl.config.trainer import TrainerConfig
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.model.policy import keep_old, score
+from rl.trainer.model.head import keep_old, score
 from rl.trainer.parallel.world import World
-from rl.wire.messages import TrainBatch, TrainingSample
+from rl.wire.messages import TrainBatch
 
 
 def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
@@ -30,7 +30,7 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
     """
     if count == 1:
         return [list(range(len(batch.samples)))]
-    groups: dict[int, list[int]] = defaultdict(list)
+    groups = defaultdict[int, list[int]](list)
     for index, sample in enumerate(batch.samples):
         if sample.spans:
             groups[sample.group_id].append(index)
@@ -39,26 +39,16 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
     return [[index for group in part.tolist() for index in groups[group]] for part in parts]
 
 
-def sample_weights(
-    samples: Sequence[TrainingSample], config: LossSettings, constant_length: int
-) -> list[float]:
-    """Returns the weight of each sample's loss tokens in the batch's loss, see
-    LossSettings.sample_weights."""
-    return config.sample_weights([sample.num_trained for sample in samples], constant_length)
-
-
 def minibatch_weights(
     batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int
 ) -> list[float]:
     """Returns the weight of each sample's loss tokens in the loss of its own minibatch, see
-    `sample_weights`."""
+    LossSettings.sample_weights."""
     weights = [0.0] * len(batch.samples)
     for indices in parts:
-        for index, weight in zip(
-            indices,
-            sample_weights([batch.samples[i] for i in indices], config, constant_length),
-            strict=True,
-        ):
+        counts = [batch.samples[index].num_trained for index in indices]
+        values = config.sample_weights(counts, constant_length)
+        for index, weight in zip(indices, values, strict=True):
             weights[index] = weight
     return weights
 

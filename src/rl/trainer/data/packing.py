@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl.trainer.data.balance import Layout, plan, range_tokens
 from rl.trainer.data.micro_batch import MicroBatch, empty_micro_batch
-from rl.trainer.data.prefix_tree import MicroBatchRange, SortedSamples, lay_out, sort_samples
+from rl.trainer.data.prefix_tree import MicroBatchRange, SortedSamples, sort_samples
 from rl.wire.messages import TrainBatch
 
 
@@ -46,7 +46,8 @@ def pack(
     `weights`: for each sample, the weight of each of its loss tokens, see minibatches.py. `parts`:
     for each minibatch, the indices of its samples; by default one minibatch holds all samples.
     """
-    minibatches, computed, length = [], 0, 0
+    minibatches: list[list[MicroBatch]] = []
+    computed = length = 0
     starts = list(accumulate((sample.num_trained for sample in batch.samples), initial=0))
     for indices in parts or [None]:
         ordered = sort_samples(batch, indices)
@@ -66,61 +67,68 @@ def to_micro_batch(
     weights: Sequence[float],
     starts: Sequence[int],
 ) -> MicroBatch:
-    """Returns the samples of one part: their tokens as trees in one row, and the values of each
-    loss token.
+    """Returns the samples of one part: their tokens as trees in one row, depth first, and the
+    values of each loss token.
 
     `starts`: the number of the batch's loss tokens before each sample.
     """
-    items = ordered.items[part[0] : part[1]]
+    items, shared = ordered.items[slice(*part)], ordered.shared[slice(*part)].tolist()
     if not items:
         return empty_micro_batch()
-    token_ids, positions, subtree_ends, paths, routes = lay_out(ordered, part)
-    predicted_from = np.concatenate(
-        [path[item.trained - 1] for item, path in zip(items, paths, strict=True)]
-    )
+    shared[0] = 0
+    inputs, positions, routes, predicting = (list[np.ndarray]() for _ in range(4))
+    subtree_ends = np.full(range_tokens(ordered, part), range_tokens(ordered, part))
+    path, used = np.arange(0), 0
+    for item, n in zip(items, shared, strict=True):
+        # no later item descends from the tokens of the previous one that this item does not share
+        subtree_ends[path[n:]] = used
+        inputs.append(item.inputs[n:])
+        positions.append(np.arange(n, len(item.inputs)))
+        path = np.concatenate([path[:n], used - n + positions[-1]])
+        used += len(positions[-1])
+        predicting.append(path[item.trained - 1])
+        if item.routes is not None:
+            routes.append(item.routes[n:])
+    predicted_from = np.concatenate(predicting)
     order = np.argsort(predicted_from, kind="stable")
     predictors, first, predictor_of = np.unique(
         predicted_from[order], return_index=True, return_inverse=True
     )
-    counts = [len(item.trained) for item in items]
+    samples, indices = [item.sample for item in items], [item.sample_index for item in items]
+    counts, envs = torch.tensor([len(item.trained) for item in items]), batch.envs
 
-    def by_item(values: Sequence[float], dtype: type) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)[order])
+    def by_item(values: list[float] | list[int]) -> Tensor:
+        return torch.tensor(values).repeat_interleave(counts)[order]
 
     def by_token(columns: Iterable[np.ndarray]) -> Tensor:
         return torch.from_numpy(np.concatenate([*columns])[order])
 
-    env_of = {env: i for i, env in enumerate(batch.envs)}
-    samples = [item.sample for item in items]
-    teachers = [sample.teacher_logprobs for sample in samples]
-    none = [np.full(count, np.nan, np.float32) for count in counts]
-    teachers_or_none = [
-        missing if values is None else values
-        for values, missing in zip(teachers, none, strict=True)
-    ]
+    teacher = None
+    if any(sample.packed_teacher is not None for sample in samples):
+        teacher = by_token(
+            np.full(sample.num_trained, np.nan, np.float32)
+            if sample.teacher_logprobs is None
+            else sample.teacher_logprobs
+            for sample in samples
+        )
+    places = zip(indices, counts.tolist(), strict=True)
     return MicroBatch(
-        input_ids=torch.from_numpy(token_ids),
-        position_ids=torch.from_numpy(positions),
+        input_ids=torch.from_numpy(np.concatenate(inputs)).long(),
+        position_ids=torch.from_numpy(np.concatenate(positions)),
         subtree_ends=torch.from_numpy(subtree_ends),
         queries=None,
         predictors=torch.from_numpy(predictors),
-        temperatures=by_item([item.sample.temperature for item in items], np.float32)[
-            torch.from_numpy(first)
-        ],
+        temperatures=by_item([sample.temperature for sample in samples])[first],
         predictor_of=torch.from_numpy(predictor_of),
-        targets=by_token(item.sample.token_ids[item.trained].astype(np.int64) for item in items),
+        targets=by_token(item.sample.token_ids[item.trained] for item in items).long(),
         logprobs=by_token(sample.logprobs for sample in samples),
         advantages=by_token(sample.advantages for sample in samples),
-        weights=by_item([weights[item.sample_index] for item in items], np.float32),
-        sequences=by_item([item.sample_index for item in items], np.int64),
-        token_index=by_token(
-            starts[item.sample_index] + np.arange(count)
-            for item, count in zip(items, counts, strict=True)
-        ),
-        envs=by_item([env_of[item.sample.env] for item in items], np.int64),
-        teacher_logprobs=None
-        if all(values is None for values in teachers)
-        else by_token(teachers_or_none),
+        weights=by_item([float(weights[index]) for index in indices]),
+        sequences=by_item(indices),
+        token_index=by_token(np.arange(starts[index], starts[index] + n) for index, n in places),
+        envs=by_item([envs.index(sample.env) for sample in samples]),
+        teacher_logprobs=teacher,
         fresh=by_token(sample.versions == batch.step - 1 for sample in samples),
-        routes=None if routes is None else torch.from_numpy(routes),
+        # if the sampler gave those of all items
+        routes=torch.from_numpy(np.concatenate(routes)) if len(routes) == len(items) else None,
     )

@@ -7,7 +7,7 @@ from rl.config.run import RLConfig
 from rl.run_dir import spans
 from rl.trainer.data.balance import Layout
 from rl.trainer.data.batch_sources import BatchSource
-from rl.trainer.data.micro_batch import fill_blocks, micro_batch_tokens
+from rl.trainer.data.micro_batch import MicroBatch, fill_blocks, micro_batch_tokens
 from rl.trainer.data.minibatches import cut, minibatch_weights
 from rl.trainer.data.packing import Packed, pack
 from rl.trainer.model.modes import Mode
@@ -38,13 +38,8 @@ class Prefetch:
         """`wait`: the source's wait, entered while the trainer is blocked. `deadline_s`: every
         rank's deadline, longer than the source's. `quarantined`: batches that are never
         requested, because a trainer that reads one dies."""
-        self.source, self.pack, self.wait, self.deadline_s, self.quarantined = (
-            source,
-            pack,
-            wait,
-            deadline_s,
-            quarantined,
-        )
+        self.source, self.pack, self.wait = source, pack, wait
+        self.deadline_s, self.quarantined = deadline_s, quarantined
         self.step = 0
         """The step requested last."""
         self.thread = SingleTaskThread()
@@ -70,10 +65,9 @@ class Prefetch:
         """
         if self.step != step:
             self.ask(step)
+        what = f"batch {step} from rank 0; see its log"
         with self.wait:
-            return self.thread.result(
-                f"batch {step} from rank 0; see its log", self.deadline_s, others
-            )
+            return self.thread.result(what, self.deadline_s, others)
 
 
 def prepare(
@@ -91,23 +85,22 @@ def prepare(
     `mode`: how the model computes rows, see rl.trainer.model.policy.mode_of. `routers`: those of
     the model if routes are replayed; RunError is raised for routes that they cannot take.
     """
-    # whether a row may hold more than one sample
-    settings, several = config.trainer, mode != "unpacked"
-    constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
+    settings, on_gpu = config.trainer, world.device.type == "cuda"
+    several = mode != "unpacked"  # whether a row may hold more than one sample
     # of a row, which context_size ranks share
     max_tokens = micro_batch_tokens(settings, world.device, mode) * world.context_size * several
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
     parts = cut(batch, minibatches, config.seed)
-    packed = pack(
-        batch, minibatch_weights(batch, parts, settings.loss, constant_length), layout, parts
-    )
-    for row in packed.micro_batches if routers else ():
-        if row.routes is not None:
+    constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
+    weights = minibatch_weights(batch, parts, settings.loss, constant_length)
+    packed = pack(batch, weights, layout, parts)
+
+    def placed(row: MicroBatch) -> MicroBatch:
+        if routers and row.routes is not None:
             routers.check(row.routes)
-    on_gpu, rows = world.device.type == "cuda", packed.minibatches
-    if on_gpu and several:
-        rows = [[fill_blocks(row, world.context_size) for row in part] for part in rows]
-    rows = [[localise(row, world) for row in part] for part in rows]
+        row = localise(fill_blocks(row, world.context_size) if on_gpu and several else row, world)
+        return row.pinned() if on_gpu else row
+
     return replace(
-        packed, minibatches=[[row.pinned() for row in part] for part in rows] if on_gpu else rows
+        packed, minibatches=[[placed(row) for row in part] for part in packed.minibatches]
     )

@@ -16,10 +16,10 @@ Example: samples `a b c` and `a b d e`, everything after `a` trained::
     loss tokens (predicted from, target):  (0, b) (0, b) (1, c) (1, d) (2, e)
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -36,21 +36,17 @@ class Item:
     sample: TrainingSample
     sample_index: int  # index among the batch's samples
     trained: np.ndarray  # [n] indices of its loss tokens
-    # [L] uint32: all tokens before the last loss token, which are the ones that loss tokens depend
-    # on
-    inputs: np.ndarray
+    inputs: np.ndarray  # [L] int32: all tokens before the last loss token, on which these depend
     routes: np.ndarray | None  # [L, width] uint8: their routes, if the sampler gave them
 
     @property
     def key(self) -> bytes:
         """Sorts items by their tokens, and tokens by their numbers (big-endian bytes do), then
         by their routes."""
-        ids = self.inputs.astype(">u4")
-        return (
-            ids.tobytes()
-            if self.routes is None
-            else np.hstack([ids[:, None].view(np.uint8), self.routes]).tobytes()
-        )
+        ids = self.inputs.astype(">i4")
+        if self.routes is None:
+            return ids.tobytes()
+        return np.hstack([ids[:, None].view(np.uint8), self.routes]).tobytes()
 
 
 @dataclass(frozen=True)
@@ -67,31 +63,24 @@ class SortedSamples:
 def sort_samples(batch: TrainBatch, indices: Iterable[int] | None = None) -> SortedSamples:
     """Returns the samples at these indices of a batch (default: all), ordered so that neighbours
     share the longest prefixes."""
-    groups: dict[tuple[int, float], list[Item]] = defaultdict(list)
+    groups = defaultdict[tuple[int, float], list[Item]](list)
     for index in range(len(batch.samples)) if indices is None else indices:
         sample = batch.samples[index]
         if sample.spans:
-            trained = sample.trained
-            inputs = sample.token_ids[: trained[-1]].view(np.uint32)
-            routes = (
-                np.frombuffer(sample.routes, dtype=np.uint8).reshape(len(inputs), -1)
-                if sample.routes
-                else None
-            )
-            groups[sample.group_id, sample.temperature].append(
-                Item(sample, index, trained, inputs, routes)
-            )
+            trained, routes = sample.trained, None
+            inputs = sample.token_ids[: trained[-1]]
+            if sample.routes:
+                routes = np.frombuffer(sample.routes, np.uint8).reshape(len(inputs), -1)
+            item = Item(sample, index, trained, inputs, routes)
+            groups[sample.group_id, sample.temperature].append(item)
     items: list[Item] = []
     shared: list[int] = []
     for key in sorted(groups):
         group = sorted(groups[key], key=lambda item: item.key)
         items += group
-        shared += [0, *(common_prefix(a, b) for a, b in pairwise(group))]
-    return SortedSamples(
-        items,
-        np.array([len(item.inputs) for item in items], dtype=np.int64),
-        np.array(shared, dtype=np.int64),
-    )
+        shared += [0, *itertools.starmap(common_prefix, itertools.pairwise(group))]
+    lengths = [len(item.inputs) for item in items]
+    return SortedSamples(items, np.array(lengths, np.int64), np.array(shared, np.int64))
 
 
 def common_prefix(a: Item, b: Item) -> int:
@@ -101,42 +90,4 @@ def common_prefix(a: Item, b: Item) -> int:
     differs = a.inputs[:shortest] != b.inputs[:shortest]
     if a.routes is not None and b.routes is not None:
         differs |= (a.routes[:shortest] != b.routes[:shortest]).any(1)
-    first = int(differs.argmax()) if shortest else 0
-    return first if shortest and differs[first] else shortest
-
-
-def lay_out(
-    ordered: SortedSamples, part: MicroBatchRange
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray], np.ndarray | None]:
-    """Lays the part out depth first. Returns token ids, positions and ends, [T] each, the packed
-    positions of each item's tokens, and the routes [T, width] if all items have them."""
-    start, end = part
-    items, shared = ordered.items[start:end], ordered.shared[start:end].copy()
-    shared[:1] = 0
-    new = [item.inputs[n:] for item, n in zip(items, shared.tolist(), strict=True)]
-    total = sum(map(len, new))
-    subtree_ends = np.full(total, total, dtype=np.int64)
-    paths: list[np.ndarray] = []
-    path, used = np.zeros(0, dtype=np.int64), 0
-    for tokens, n in zip(new, shared.tolist(), strict=True):
-        # no later item descends from the tokens of the previous one that this item does not share
-        subtree_ends[path[n:]] = used
-        path = np.concatenate([path[:n], np.arange(used, used + len(tokens))])
-        used += len(tokens)
-        paths.append(path)
-    positions = [
-        np.arange(n, n + len(tokens)) for tokens, n in zip(new, shared.tolist(), strict=True)
-    ]
-    routes = [
-        item.routes[n:]
-        for item, n in zip(items, shared.tolist(), strict=True)
-        if item.routes is not None
-    ]
-    whole = np.concatenate(routes) if len(routes) == len(items) else None
-    return (
-        np.concatenate(new).astype(np.int64),
-        np.concatenate(positions),
-        subtree_ends,
-        paths,
-        whole,
-    )
+    return int(differs.argmax()) if differs.any() else shortest

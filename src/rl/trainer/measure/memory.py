@@ -17,7 +17,8 @@ from rl.trainer.data.fake import full_batch
 from rl.trainer.data.micro_batch import MicroBatch, micro_batch_tokens
 from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import is_out_of_memory
-from rl.trainer.model.policy import DTYPES, mode_of, score
+from rl.trainer.model.head import mode_of, score
+from rl.trainer.model.policy import DTYPES
 from rl.trainer.parallel.experts import experts_of
 from rl.trainer.parallel.sharding import finish_gradients
 from rl.trainer.parallel.world import World

@@ -26,8 +26,9 @@ from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.loss.kl import MAX_LOG_RATIO, k3
+from rl.trainer.model.head import mode_of, score
 from rl.trainer.model.modes import layer_windows
-from rl.trainer.model.policy import load_policy, mode_of, score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, TrainingSample

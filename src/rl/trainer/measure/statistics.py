@@ -12,7 +12,7 @@ from rl.trainer.loss.common import LossTerms
 from rl.trainer.loss.kl import MAX_LOG_RATIO
 from rl.trainer.measure.parity import ParitySums
 from rl.trainer.measure.tokens import TokenColumns
-from rl.trainer.model.policy import Scores
+from rl.trainer.model.head import Scores
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl.run_dir.token_log import CLIPPED, LATER, MASKED
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.loss.common import LossTerms
-from rl.trainer.model.policy import Scores
+from rl.trainer.model.head import Scores
 from rl.trainer.parallel.world import World
 
 ROWS = ("seen", "trainer_logprobs", "entropies", "flags", "reference_logprobs")

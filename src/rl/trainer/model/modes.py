@@ -1,21 +1,25 @@
-"""The modes in which a model can compute a micro batch's row. trainer/model/selftest.py finds out
-which of them are exact for a model.
+"""The modes in which a model can compute a micro batch's row. selftest.py finds out which of them
+are exact for a model.
 
 * `blocks`, `flex`, `eager`: the whole packed row in one pass, with an attention over prefix trees,
-  see trainer/model/attention.py.
+  see attention.py.
 * `unpacked`: the row is one sample, and the model is called in plain Hugging Face fashion: for
   models with state or unusual attention.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.model.attention import TreeMask
+from rl.trainer.model.compiled import compiled
+from rl.trainer.parallel.experts import experts_of
 from rl.trainer.parallel.world import World
 
 Mode = Literal["blocks", "flex", "eager", "unpacked"]
@@ -45,11 +49,32 @@ def is_compiled(settings: TrainerConfig, mode: Mode) -> bool:
     return mode == "flex" if settings.compile is None else settings.compile
 
 
-def implementation(mode: Mode, model_class: type[PreTrainedModel]) -> str:
-    """Returns transformers' name for the attention of a mode."""
+def set_mode(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, compiles: bool) -> None:
+    """Makes the policy compute in a mode, with compiled layers and recomputed activations as
+    configured. Raises RunError if its attention cannot be replaced, and other errors if
+    transformers refuses to."""
+    name = mode if mode == "eager" else f"rl_{mode}"
     if mode == "unpacked":
-        return "sdpa" if model_class._supports_sdpa else "eager"
-    return mode if mode == "eager" else f"rl_{mode}"
+        name = "sdpa" if model._supports_sdpa else "eager"
+    model.set_attn_implementation(name)
+    if mode != "unpacked" and model.config._attn_implementation != name:
+        raise RunError("its attention cannot be replaced")
+    model.get_output_embeddings().forward.mode = mode
+    for experts in experts_of(model).values() if compiles else ():
+        # In a graph transformers replaces grouped_mm for float32 by a loop that torch cannot
+        # compile, and if experts are divided or have
+        # adapters the numbers of tokens would break the graph at every step.
+        experts.forward = torch.compiler.disable(experts.forward)
+    for layer in model.modules():
+        if type(layer).__name__.removeprefix("FSDP") in (model._no_split_modules or ()):
+            forward = vars(layer).setdefault("plain_forward", layer.forward)
+            if compiles:
+                forward = compiled(forward, "set trainer.compile = false")
+            if settings.activation_checkpointing == "full":
+                forward = partial(
+                    checkpoint, forward, use_reentrant=False, preserve_rng_state=False
+                )
+            layer.forward = forward
 
 
 def call(
@@ -68,12 +93,11 @@ def call(
     ).logits
     unknown = {window for window in layer_windows(model) if window} - tree.windows
     if mode != "eager" and (unknown or not tree.windows):
-        missing = (
-            f"pass its window of {max(unknown)} tokens to its attention function"
-            if tree.windows
-            else "call its attention function"
-        )
-        raise RunError(f"{type(model).__name__} does not {missing}; set trainer.attention = auto")
+        missing = "call its attention function"
+        if tree.windows:
+            missing = f"pass its window of {max(unknown)} tokens to its attention function"
+        name = type(model).__name__.removeprefix("FSDP")
+        raise RunError(f"{name} does not {missing}; set trainer.attention = auto")
     return output
 
 
@@ -83,14 +107,11 @@ def dense_masks(model: PreTrainedModel, tree: TreeMask) -> Tensor | dict[str, Te
 
     def dense(window: int | None) -> Tensor:
         seen = tree.dense(window)[None, None]
-        return torch.zeros(seen.shape, device=seen.device).masked_fill_(
-            ~seen, torch.finfo(torch.bfloat16).min
-        )
+        lowest = torch.finfo(torch.bfloat16).min
+        return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest)
 
-    kinds, windows = (
-        getattr(model.config.get_text_config(), "layer_types", None),
-        layer_windows(model),
-    )
+    kinds = getattr(model.config.get_text_config(), "layer_types", None)
+    windows = layer_windows(model)
     if not kinds or not any(windows):
         return dense(windows[0])
     return {kind: dense(window) for kind, window in dict(zip(kinds, windows, strict=True)).items()}
@@ -99,19 +120,12 @@ def dense_masks(model: PreTrainedModel, tree: TreeMask) -> Tensor | dict[str, Te
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """Returns each layer's window in tokens from the model's config; None for full attention."""
     config = model.config.get_text_config()
-    window, slides = (
-        getattr(config, "sliding_window", None) or None,
-        getattr(config, "use_sliding_window", True),
-    )
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["sliding_attention" if slides else "full_attention"] * config.num_hidden_layers
-    )
+    window = getattr(config, "sliding_window", None) or None
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        slides = getattr(config, "use_sliding_window", True)
+        return [window if slides else None] * config.num_hidden_layers
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-WIDER_WINDOWS = ("cohere2", "cohere2_moe")
-"""Types of models whose windows are one token wider than in transformers."""
 
 
 def widen_windows(model: PreTrainedModel) -> None:
@@ -119,7 +133,7 @@ def widen_windows(model: PreTrainedModel) -> None:
     (vllm/model_executor/models/commandr.py): they were trained with layers that see
     `sliding_window` tokens in addition to the query's own, but transformers includes the query's
     own in the window."""
-    if model.config.model_type in WIDER_WINDOWS:
+    if model.config.model_type in ("cohere2", "cohere2_moe"):
         model.config.sliding_window += 1
         for module in model.modules():
             if getattr(module, "sliding_window", None):

@@ -11,8 +11,9 @@ from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.model.head import score
 from rl.trainer.model.lora import without_adapters
-from rl.trainer.model.policy import load_policy, score
+from rl.trainer.model.policy import load_policy
 from rl.trainer.parallel.world import World
 
 

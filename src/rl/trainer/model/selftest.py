@@ -1,387 +1,383 @@
-"""Finds the mode (trainer/model/modes.py) that is exact for a model: at each start, on its own
-weights, before any sampling or training.
+"""Finds the mode (modes.py) that is exact for a model: at each start, on the policy itself, before
+any sampling or training.
 
-What is tested is what trains: all ranks make the policy as for training, sharded, with its head,
-rotary embeddings, windows and compiled layers, and score a row with it; of a large model only the
-first layers. The row has the samples of trainer/model/alone.py, which says what they must get: two
-as a tree, then the third. The first mode whose difference is within rounding is used; a model
-without such a mode is refused. Gradients are not tested, nor adapters, which add nothing before
-they are trained: see `ParityWatch`.
+The policy scores two samples that branch off one prefix, each alone and called as plain Hugging
+Face is, in evaluation mode. Then it scores them as training has them, in one packed row. The
+first mode whose difference is within rounding is used; a model without such a mode is refused.
+What both ways share (weights, rotary embeddings, adapters) is compared with inference on the first
+batch, before its optimizer step: see `ParityWatch`. So are gradients' inputs; gradients are not.
 
 The test runs in float32, where rounding hides little. FlexAttention and compiled layers have
-kernels for each type, so they are tested in the run's type too.
+kernels for each type, so they are tested in the run's type too. Windows that exceed the samples
+are narrowed meanwhile.
 """
 
-import copy
 import gc
-import hashlib
-import importlib.metadata
+import io
 import math
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
-from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
-from rl.models.folder import cache_root, weights_digest
-from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch, fill_blocks
 from rl.trainer.measure.performance import is_out_of_memory
-from rl.trainer.model.alone import (
-    FAR,
-    MODEL_ERRORS,
-    PREFIX,
-    SPARSE,
-    Alone,
-    Samples,
-    compute_alone,
-    describe,
-    let_pass,
-    part_of,
-    quiet,
+from rl.trainer.model.attention import TreeMask
+from rl.trainer.model.head import score
+from rl.trainer.model.modes import (
+    Mode,
+    call,
+    is_compiled,
+    possible_modes,
+    set_mode,
+    turn_off_randomness,
 )
-from rl.trainer.model.compiled import CompilerError
-from rl.trainer.model.head import Scores
-from rl.trainer.model.modes import Mode, is_compiled, possible_modes
-from rl.trainer.parallel.sharding import localise
+from rl.trainer.parallel.sharding import compute_in, localise, reshard
 from rl.trainer.parallel.world import World
 
-ROOM = "free memory that other processes use, or use a device with more"
+PREFIX, BRANCHES = 12, (20, 17)
+"""Tokens of the common prefix, and of each branch."""
+NARROW = 8
+"""Tokens of a window in this test: fewer than in a sample."""
+WINDOWS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "keep_window_size",
+    "local_attention",
+    "attention_chunk_size",
+)
+"""What configs and modules call the number of tokens that an attention sees."""
+OWN_CHOICE = {
+    "index_topk": "its attention selects among all tokens of a row",
+    "window_size": "its attention has a window over the tokens of a row, made with the model",
+}
+"""Config key -> why no row may hold several samples, whatever a short one shows."""
+MOST_LIKELY = 64
+"""Number of tokens whose log-probabilities are compared at each position; the head computes all
+tokens in the same way."""
+MARGIN = 10.0
+"""A mode may differ by this many times the effect of one rounding error in each embedding,
+because a model has a few hundred roundings in sequence and modes differ in the order of their
+sums."""
+LEAST_LIMIT, MOST_LIMIT = 2e-5, {torch.float32: 1e-2, torch.bfloat16: 0.5}
+"""Bounds of the limit in nats: for models whose outputs hardly depend on the embeddings, and for
+those that rounding dominates."""
+MODEL_ERRORS = (
+    RunError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
+"""Errors that a model's code may raise when it is called in a way it does not support."""
+COSTS = {
+    "eager": "memory and time of attention grow with the square of trainer.micro_batch_tokens",
+    "unpacked": "one sample per pass, shared prefixes computed for each",
+}
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A policy that is to be made, with the functions of trainer/model/policy.py that make and
-    score it."""
+class Alone:
+    """What each of the two samples gets alone."""
 
-    folder: str
-    config: ModelConfig
-    settings: TrainerConfig
-    world: World
-    frozen: bool
-    assemble: Callable[..., PreTrainedModel]
-    score: Callable[[PreTrainedModel, MicroBatch, World], Scores]
+    tokens: list[Tensor]  # [T, n] int64: the MOST_LIKELY tokens at each position
+    logprobs: list[Tensor]  # [T, n] float32: their log-probabilities
+    limit: float
+    """Nats by which rounding may change them."""
 
 
-class ModeChoice(msgspec.Struct):
-    """The result of the test, which rank 0 sends to the others and writes to the cache."""
-
-    mode: Mode = "blocks"
-    implementation: str = ""
-    """transformers' name of the attention."""
-    note: str = ""
-    """One line for the user."""
-    fault: str = ""
-    """The reason why no mode is exact; empty if there is one."""
-    is_lasting: bool = True
-    """Whether the next start would find the same: not if a compiler has failed, whose machine
-    may be at fault. Then it is not cached."""
-
-
-def choose_mode(candidate: Candidate) -> ModeChoice:
-    """Returns the fastest mode that is exact for the model, the same on every rank. Rank 0 prints
-    it in one line.
+def choose_mode(
+    model: PreTrainedModel, settings: TrainerConfig, dtype: torch.dtype, world: World
+) -> None:
+    """Puts the fastest mode that is exact for the model into the policy, the same on every rank,
+    and makes it compute in `dtype`. Rank 0 prints the mode in one line.
 
     Every rank calls this. Raises RunError on every rank if no mode is exact.
     """
-    world, key, found = candidate.world, Path(), b""
-    modes = possible_modes(candidate.settings, world)
-    if world.is_main:
-        key = cache_root().parent / "attention" / f"{digest(candidate, modes)}.json"
-        with suppress(OSError, msgspec.MsgspecError):
-            found = msgspec.json.encode(msgspec.json.decode(key.read_bytes(), type=ModeChoice))
-    if found := world.broadcast_bytes(found):
-        choice = msgspec.json.decode(found, type=ModeChoice)
-    else:
-        choice = examine(candidate, modes)
-        if world.is_main and choice.is_lasting and not choice.fault:
-            with suppress(OSError):  # it is only a cache
-                key.parent.mkdir(parents=True, exist_ok=True)
-                write_file(key, msgspec.json.encode(choice))
-    if choice.fault:
-        raise RunError(choice.fault)
-    if world.is_main:
-        print(
-            choice.note,
-            file=sys.stderr if choice.note.startswith("WARNING") else sys.stdout,
-            flush=True,
-        )
-    return choice
-
-
-def digest(candidate: Candidate, modes: list[Mode]) -> str:
-    """Returns a hash of everything the result depends on: the model's code, shape and some of
-    its weights, versions, settings, ranks and their devices."""
-    found, config, settings, world = (
-        hashlib.blake2b(digest_size=16),
-        candidate.config,
-        candidate.settings,
-        candidate.world,
-    )
-    versions = [
-        importlib.metadata.version(name)
-        for name in ("torch", "transformers", *(["peft"] if settings.lora else []))
-    ]
-    here = Path(__file__).parent
-    own = [file.read_bytes() for file in sorted(here.parent.rglob("*.py"))]
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
-    ranks = [
-        device,
-        world.size,
-        tuple(world.mesh.shape),
-        world.context_size,
-        world.experts and tuple(world.experts.shape),
-    ]
-    put_in = [
-        settings.compile,
-        settings.activation_checkpointing,
-        settings.lora,
-        settings.router_replay,
-        candidate.frozen,
-    ]
-    found.update(
-        repr([versions, own, modes, ranks, put_in, config.dtype, config.max_model_len]).encode()
-    )
-    for path in sorted(Path(candidate.folder).iterdir()):
-        if path.name == "config.json" or path.suffix == ".py":
-            found.update(path.read_bytes())
-    found.update(weights_digest(Path(candidate.folder)).encode())
-    return found.hexdigest()
-
-
-def examine(candidate: Candidate, modes: list[Mode]) -> ModeChoice:
-    """Tries the modes in order. Raises RunError if memory runs out, which says nothing about a
-    mode; if that is on one rank alone, the launcher ends the others."""
-    devices = [candidate.world.device] if candidate.world.device.type == "cuda" else []
+    test, reasons = SelfTest(model, settings, dtype, world), list[str]()
+    name, modes = test.name, possible_modes(settings, world)
     try:
-        # adapters draw numbers; the run's must not depend on whether the result was cached
-        with torch.random.fork_rng(devices):
-            return try_modes(candidate, modes)
+        with narrow_windows(model):
+            for mode in modes:
+                if not (reason := test.why_not(mode)):
+                    break
+                reasons.append(f"{mode}: {reason}")
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        said, what = str(error).partition("\n")[0], "some layers and the embeddings in float32"
         raise RunError(
-            f"model.name = {candidate.config.name}: too little memory to test how to train "
-            f"it, which takes {what} ({said}); {ROOM}"
+            f"{name}: too little memory to test how to train it "
+            f"({str(error).partition(chr(10))[0]}); free memory that other processes use, or use a "
+            "device with more"
         ) from error
-    finally:
-        gc.collect()
-        if "torch._dynamo" in sys.modules:
-            # what the test has compiled must not count towards the limit of compilations
-            torch._dynamo.reset()
-        if devices:
-            torch.cuda.empty_cache()  # so that a server on the same GPU can use the memory
-
-
-def try_modes(candidate: Candidate, modes: list[Mode]) -> ModeChoice:
-    config, reasons = candidate.config, list[str]()
-    try:
-        test = Test(candidate)
-        alone = test.alone("float32")
-    except MODEL_ERRORS as error:
-        if isinstance(error, RunError):
-            return ModeChoice(fault=str(error))
-        let_pass(error)
-        return ModeChoice(
-            fault=f"model.name = {config.name}: cannot be computed alone ({describe(error)}); "
-            "choose another model"
-        )
-    for mode in modes:
-        if not (reason := test.why_not(mode)):
-            note = note_of(mode, alone.name, reasons, test.found, test.limit)
-            return ModeChoice(
-                mode, alone.implementations[mode], note, is_lasting=not test.compiler_failed
+    rejected = "; ".join(reasons)
+    if len(reasons) == len(modes):
+        remedy = "choose another model"
+        if "unpacked" not in modes:
+            remedy = (
+                "set trainer.attention = auto and trainer.context_parallel = 1 to try other modes"
             )
-        reasons.append(f"{mode}: {reason}")
-    remedy = "choose another model"
-    if "unpacked" not in modes:
-        remedy = "set trainer.attention = auto and trainer.context_parallel = 1 to try other modes"
-    if is_compiled(candidate.settings, modes[-1]):
-        remedy = f"set trainer.compile = false, or {remedy}"
-    return ModeChoice(
-        fault=f"{alone.name} cannot be trained: no mode matches each sample computed alone "
-        f"({'; '.join(reasons)}); {remedy}"
-    )
-
-
-def note_of(mode: Mode, name: str, reasons: list[str], found: float, limit: float) -> str:
-    exact = (
-        f"differs by {found:.1e} nats from each sample computed alone, rounding allows {limit:.1e}"
-    )
-    costs = {
-        "eager": "memory and time of attention grow with the square of trainer.micro_batch_tokens",
-        "unpacked": "one sample per pass, shared prefixes computed for each",
-    }
-    if mode not in costs:
-        return (
-            f"trainer.attention: {mode} for {name}; "
-            f"{exact}{'; rejected ' if reasons else ''}{'; '.join(reasons)}"
+        if is_compiled(settings, modes[-1]):
+            remedy = f"set trainer.compile = false, or {remedy}"
+        raise RunError(
+            f"{name} cannot be trained: no mode matches each sample computed alone ({rejected}); "
+            f"{remedy}"
         )
-    because = f"after rejecting {'; '.join(reasons)}" if reasons else "as configured"
-    return f"WARNING: trainer.attention: {mode} for {name} ({costs[mode]}) {because}; {exact}"
+    compute_in(model, dtype)
+    if "torch._dynamo" in sys.modules:
+        # what the test has compiled must not count towards the limit of compilations
+        torch._dynamo.reset()
+    set_mode(model, settings, mode, is_compiled(settings, mode))
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # so that a server on the same GPU can use the memory
+    if world.is_main:
+        text = f"trainer.attention: {mode} for {name}"
+        if mode in COSTS:
+            text = f"WARNING: {text} ({COSTS[mode]})" + " as configured" * (not reasons)
+        print(
+            f"{text}{'; rejected ' if reasons else ''}{rejected}; differs by "
+            f"{test.difference:.1e} nats from each sample computed alone, rounding allows "
+            f"{test.limit:.1e}",
+            file=sys.stderr if mode in COSTS else sys.stdout,
+            flush=True,
+        )
+        if mode == "flex" and settings.compile is None:
+            print(
+                "trainer.compile: true, the default with flex; the first steps spend a minute or "
+                "more compiling",
+                flush=True,
+            )
 
 
-class Test:
-    """What a policy scores in each mode against what its samples get alone. Every rank calls
+class SelfTest:
+    """What the policy scores in each mode against what its samples get alone. Every rank calls
     every method."""
 
-    __test__ = False
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.candidate, self.config, self.world = candidate, candidate.config, candidate.world
-        self.shape = part_of(candidate.folder, self.config, self.world)
-        self.samples = Samples(self.shape, self.config.max_model_len)
-        self.found = self.limit = 0.0
-        self.compiler_failed = False
-        """Whether any rank's compiler has failed in any mode."""
-        self.computed: dict[str, Alone] = {}
-
-    def alone(self, dtype: str) -> Alone:
-        """Returns what each sample gets alone in a dtype. Raises RunError if that cannot be
-        computed."""
-        if dtype not in self.computed:
-            where = self.candidate.folder, self.shape, self.config, dtype, self.world.device
-            found = msgspec.msgpack.encode(compute_alone(*where)) if self.world.is_main else b""
-            self.computed[dtype] = msgspec.msgpack.decode(
-                self.world.broadcast_bytes(found), type=Alone
-            )
-        if self.computed[dtype].fault:
-            raise RunError(self.computed[dtype].fault)
-        return self.computed[dtype]
+    def __init__(
+        self, model: PreTrainedModel, settings: TrainerConfig, dtype: torch.dtype, world: World
+    ) -> None:
+        self.model, self.settings, self.dtype, self.world = model, settings, dtype, world
+        self.name = type(model).__name__.removeprefix("FSDP")
+        self.difference = self.limit = 0.0
+        self.alone: dict[torch.dtype, Alone] = {}
+        ids = torch.randint(
+            model.config.get_text_config().vocab_size,
+            (PREFIX + sum(BRANCHES),),
+            generator=torch.Generator().manual_seed(0),
+        )
+        prefix, *branches = ids.split([PREFIX, *BRANCHES])
+        self.ids = [torch.cat([prefix, branch]) for branch in branches]
 
     def why_not(self, mode: Mode) -> str:
-        """Returns why a mode is not exact; empty if it is, and then `found` is the largest
-        difference and `limit` what rounding allows."""
+        """Returns why a mode is not exact; empty if it is, and then `difference` is the largest
+        one and `limit` what rounding allows."""
         plain: Mode = "blocks" if mode == "flex" else mode  # shows that the masks are right
-        has_kernels = mode == "flex" or is_compiled(self.candidate.settings, mode)
-        if (
-            (reason := self.try_mode(plain, "float32"))
-            or not has_kernels
-            or (mode, "float32") == (plain, self.config.dtype)
-        ):
+        compiles = is_compiled(self.settings, mode)
+        reason = self.try_mode(plain, torch.float32, False)
+        if reason or not (compiles or mode == "flex"):
             return reason
-        return self.try_mode(mode, self.config.dtype)
+        return self.try_mode(mode, self.dtype, compiles)
 
-    def try_mode(self, mode: Mode, dtype: str) -> str:
-        alone, found, failed, reason = self.alone(dtype), math.inf, False, ""
-        if mode not in alone.implementations:
-            return "its attention cannot be replaced"
+    def try_mode(self, mode: Mode, dtype: torch.dtype, compiles: bool) -> str:
+        compute_in(self.model, dtype)
+        if dtype not in self.alone:
+            self.alone[dtype] = self.compute_alone(dtype)
+        alone, difference, reason = self.alone[dtype], math.inf, ""
         try:
-            rows, of = self.rows(alone, mode), self.candidate
-            part = of.config.model_copy(update={"dtype": dtype}), of.settings, self.world, of.frozen
-            if self.limit:
-                gc.collect()  # the policy that was tried before; FSDP makes cycles of references
             with quiet():
-                model = of.assemble(
-                    of.folder, *part, mode, alone.implementations[mode], copy.deepcopy(self.shape)
-                )
-            found = max(self.difference(model, row) for row in rows)
+                set_mode(self.model, self.settings, mode, compiles)
+            difference = max(self.compare(row) for row in self.rows(alone, mode))
         except MODEL_ERRORS as error:
             let_pass(error)
-            failed, reason = isinstance(error, CompilerError), describe(error)
-        self.found, failed = self.world.reduce(
-            torch.tensor([found, failed], dtype=torch.float64), dist.ReduceOp.MAX
-        ).tolist()
-        self.compiler_failed |= bool(failed)
+            self.model.reset_iter_state()
+            reason = describe(error)
+        largest = torch.tensor(difference, dtype=torch.float64)
+        self.difference = float(self.world.reduce(largest, dist.ReduceOp.MAX))
         self.limit, reason = alone.limit, self.world.broadcast_bytes(reason.encode()).decode()
-        return (
-            ""
-            if self.found <= self.limit
-            else reason or f"{self.found:.2g} nats off, rounding allows {self.limit:.1e}"
-        )
+        if self.difference <= self.limit:
+            return ""
+        return reason or f"{self.difference:.2g} nats off, rounding allows {self.limit:.1e}"
 
-    def difference(self, model: PreTrainedModel, row: MicroBatch) -> float:
+    @torch.no_grad()
+    def compute_alone(self, dtype: torch.dtype) -> Alone:
+        """Computes each sample alone, and the limit that rounding sets. Raises RunError for a model
+        that is not causal or not complete."""
+        model = self.model
+
+        def change(module: object, inputs: object, output: Tensor) -> Tensor:
+            generator = torch.Generator(output.device).manual_seed(0)
+            noise = torch.randn(output.shape, generator=generator, device=output.device)
+            return output * (1 + torch.finfo(dtype).eps * noise.to(output.dtype))
+
+        try:
+            with quiet():
+                set_mode(model, self.settings, "unpacked", False)
+                model.set_attn_implementation("eager")  # others ignore caps
+            model.eval()
+            logits = [self.logits(ids) for ids in self.ids]
+            hook = model.get_input_embeddings().register_forward_hook(change)
+            changed = self.logits(self.ids[0])
+            hook.remove()
+        except MODEL_ERRORS as error:
+            let_pass(error)
+            raise RunError(
+                f"{self.name} cannot be computed alone ({describe(error)}); choose another model"
+            ) from None
+        turn_off_randomness(model)
+        tops = [each.topk(min(MOST_LIKELY, each.shape[-1])) for each in logits]
+        logprobs = [
+            top.values - each.logsumexp(-1, keepdim=True)
+            for top, each in zip(tops, logits, strict=True)
+        ]
+
+        def distance(others: Tensor) -> float:
+            """The largest difference of the first sample's log-probabilities from those of logits
+            [T, V] of its first T tokens."""
+            length = len(others)
+            chosen = others.gather(-1, tops[0].indices[:length])
+            return float(
+                (chosen - others.logsumexp(-1, keepdim=True) - logprobs[0][:length]).abs().max()
+            )
+
+        noise = distance(changed)
+        if not math.isfinite(noise):
+            raise RunError(
+                f"{self.name}: its log-probabilities are not finite; are its weights complete?"
+            )
+        limit = min(max(MARGIN * noise, LEAST_LIMIT), MOST_LIMIT[dtype])
+        if distance(logits[1][:PREFIX]) > limit:
+            raise RunError(
+                f"{self.name}: a token's log-probability depends on what follows it; choose a "
+                "causal language model"
+            )
+        return Alone([top.indices.cpu() for top in tops], [each.cpu() for each in logprobs], limit)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """[T] ids -> [T, V] float32, as plain Hugging Face computes them."""
+        ids = ids.to(self.world.device)
+        tree = TreeMask(ids, ids)  # not looked at
+        result = call(self.model, "unpacked", ids, ids, tree)[0].float()
+        reshard(self.model)
+        return result
+
+    @torch.no_grad()
+    def compare(self, row: MicroBatch) -> float:
         """Returns the largest difference on this rank between what training scores and the row's
         log-probabilities; inf instead of nan."""
         part = localise(row, self.world).to(self.world.device)
-        found = (
-            self.candidate.score(model, part, self.world).logprobs.detach() - part.logprobs
-        ).abs()
-        return float(torch.nan_to_num(found, nan=math.inf).max()) if len(found) else 0.0
+        off = (score(self.model, part, self.world).logprobs - part.logprobs).abs()
+        return float(off.nan_to_num(nan=math.inf).max()) if len(off) else 0.0
 
     def rows(self, alone: Alone, mode: Mode) -> list[MicroBatch]:
-        """Returns the samples as training has them: two as a tree, and after it the third, which
-        must not depend on them. Every other group of ranks has the two in the other order, so that
-        what one gets from another one by mistake differs.
-
-        Unpacked, the two alone in reverse order, to reveal state that a model carries from call to
-        call.
-        """
-        ids, positions = self.samples.ids, self.samples.positions
+        """Returns the samples as training has them: as a tree, in every other group of ranks in
+        the other order, so that what one gets from another by mistake differs. Unpacked, each
+        alone in reverse order, to reveal state that a model carries from call to call."""
+        samples = list(zip(self.ids, alone.tokens, alone.logprobs, strict=True))
         if mode == "unpacked":
             return [
-                row_of(
-                    ids[n],
-                    positions[n],
-                    torch.full_like(ids[n], len(ids[n])),
-                    alone.tokens[n],
-                    alone.logprobs[n],
-                )
-                for n in (1, 0)
+                row_of(ids, torch.arange(len(ids)), torch.full_like(ids, len(ids)), *expected)
+                for ids, *expected in reversed(samples)
             ]
-        if len(alone.tokens) < len(ids):
-            raise RunError("it takes no position ids")
-        if getattr(self.shape.get_text_config(), SPARSE, None):
-            raise RunError("its attention selects among all tokens of a row")
-        order = (1, 0, 2) if self.world.data_rank % 2 else (0, 1, 2)
-        ids, positions, tokens, logprobs = (
-            [values[n] for n in order] for values in (ids, positions, alone.tokens, alone.logprobs)
+        text = self.model.config.get_text_config()
+        for key, reason in OWN_CHOICE.items():
+            if getattr(text, key, None):
+                raise RunError(reason)
+        first, second = samples[:: -1 if self.world.data_rank % 2 else 1]
+        ids, tokens, logprobs = (
+            torch.cat([whole, branch[PREFIX:]]) for whole, branch in zip(first, second, strict=True)
         )
-        first, tree = len(ids[0]), sum(map(len, ids[:2])) - PREFIX
-        subtree_ends = torch.full((tree + FAR,), tree + FAR)
-        subtree_ends[:tree] = tree
-        subtree_ends[PREFIX:first] = first
-        whole = (
-            torch.cat([values[0], values[1][PREFIX:], values[2]]) for values in (ids, positions)
-        )
-        expected = ([*values[0], *values[1][PREFIX:], *values[2]] for values in (tokens, logprobs))
-        row = row_of(*whole, subtree_ends, *expected)
+        start = len(first[0])
+        subtree_ends = torch.full_like(ids, len(ids))
+        subtree_ends[PREFIX:start] = start
+        positions = torch.cat([torch.arange(start), torch.arange(PREFIX, len(second[0]))])
+        row = row_of(ids, positions, subtree_ends, tokens, logprobs)
         return [fill_blocks(row, self.world.context_size) if mode == "flex" else row]
 
 
 def row_of(
-    ids: Tensor,
-    positions: Tensor,
-    subtree_ends: Tensor,
-    tokens: list[list[int]],
-    logprobs: list[list[float]],
+    ids: Tensor, positions: Tensor, subtree_ends: Tensor, tokens: Tensor, logprobs: Tensor
 ) -> MicroBatch:
     """Returns a row of T tokens in which every position predicts `tokens` [T, n], with the
     log-probabilities that they should get."""
-    places, targets, wanted = (
-        torch.arange(len(ids)),
-        torch.tensor(tokens),
-        torch.tensor(logprobs).flatten(),
-    )
-    predicted = (
-        places,
-        torch.ones(len(ids)),
-        places.repeat_interleave(targets.shape[1]),
-        targets.flatten(),
-        wanted,
-    )
+    indices, wanted = torch.arange(len(ids)), logprobs.flatten()
     zeros, numbers = torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.int64)
     return MicroBatch(
         ids,
         positions,
         subtree_ends,
         None,
-        *predicted,
-        zeros,
-        zeros,
-        numbers,
-        numbers,
-        numbers,
-        None,
-        zeros.bool(),
+        indices,
+        torch.ones(len(ids)),
+        indices.repeat_interleave(tokens.shape[1]),
+        tokens.flatten(),
+        wanted,
+        *(zeros, zeros, numbers, numbers, numbers),
+        teacher_logprobs=None,
+        fresh=zeros.bool(),
     )
+
+
+@contextmanager
+def narrow_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Context in which windows have NARROW tokens, in the modules and in their configs."""
+    holders = {
+        id(holder): vars(holder)
+        for module in model.modules()
+        for config in [getattr(module, "config", module)]
+        for holder in (module, config, getattr(config, "text_config", config))
+    }
+    before = [
+        (fields, key, fields[key])
+        for fields in holders.values()
+        for key in WINDOWS
+        if isinstance(fields.get(key), int) and fields[key] > NARROW
+    ]
+    for fields, key, _ in before:
+        fields[key] = NARROW
+    try:
+        yield
+    finally:
+        for fields, key, size in before:
+            fields[key] = size
+
+
+def describe(error: Exception) -> str:
+    """Returns the error in a few words. Leaves out the remedy of a RunError, since the remedy is
+    already being applied."""
+    text = " ".join(str(error).split())
+    if isinstance(error, RunError):
+        return text.partition("set trainer.")[0].rstrip(" :;")
+    return f"{type(error).__name__}: {text[:120]}"
+
+
+def let_pass(error: Exception) -> None:
+    """Raises the error again if it is not the model's fault, but that of memory, another rank or
+    a GPU. It then ends this process, and the launcher the others."""
+    if is_out_of_memory(error) or isinstance(error, dist.DistError | torch.AcceleratorError):
+        raise error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppresses what transformers says about an attention that cannot be set."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(before)

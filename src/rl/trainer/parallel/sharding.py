@@ -154,6 +154,24 @@ def reshard(model: PreTrainedModel) -> None:
             module.reshard()
 
 
+def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Makes the sharded model compute in another type from its next pass on. FSDP has no other way
+    to change what it gathers weights as."""
+    assert isinstance(model, FSDPModule)
+    if model._get_fsdp_state()._is_root is not None:
+        model.reset_iter_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._mp_policy = replace(state._mp_policy, param_dtype=dtype)
+            for group in state._fsdp_param_groups:
+                group.mp_policy = state._mp_policy
+                group._init_mp_dtypes()
+                for parameter in group.fsdp_params:
+                    parameter.all_gather_outputs = []
+                    vars(parameter).pop("_unsharded_param", None)
+
+
 def reduce_replicas(model: PreTrainedModel, last: bool, world: World) -> None:
     """Makes the next backward pass sum gradients over the replicas only if it is the `last` one
     before an optimizer step."""

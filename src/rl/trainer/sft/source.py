@@ -18,13 +18,12 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from rl.config.run import RLConfig
-from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.data.batch_sources import BatchSource
 from rl.trainer.data.packing import Packed
-from rl.trainer.model.policy import score
+from rl.trainer.model.head import score
 from rl.trainer.parallel.world import World
-from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
+from rl.trainer.sft.tokens import open_examples, read_manifest
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 
 NO_VERSION = -1
@@ -85,12 +84,10 @@ def make_batch(step: int, examples: pa.Table, places: Sequence[int] | np.ndarray
 class FromExamples(BatchSource):
     """Makes batches from `data/` of the run directory."""
 
-    def __init__(self, config: RLConfig, data: Path | None = None) -> None:
-        """`data`: the folder, by default the run's `data/`. Raises RunError and
-        CorruptFileError."""
+    def __init__(self, config: RLConfig, data: Path) -> None:
+        """`data`: the folder `data/` of a run."""
         assert config.sft
         self.sft, self.seed = config.sft, config.seed
-        data = data or config.run_dir.data
         self.examples = open_examples(data / "train.arrow")
         self.places, self.held_out_places = split(
             self.examples, self.sft.validation_fraction, config.seed
@@ -135,15 +132,6 @@ class FromExamples(BatchSource):
         return {key: value for key, value in metrics.items() if key.startswith(MEASURED)} | {
             "epoch": self.epoch(step)
         }
-
-
-def open_source(config: RLConfig, base: str, world: World, status: Status) -> FromExamples:
-    """Returns the run's batches. Rank 0 makes the data if it does not exist; the others wait, up
-    to the process group's timeout."""
-    if world.is_main:
-        prepare_data(config, base, status.enter)
-    world.barrier()
-    return FromExamples(config)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 torch.distributed.checkpoint (DCP), complete by rename.
 
 `checkpoints/000012/` holds DCP's files and `manifest.json` with the size and checksum of each,
-which are verified while they are read. DCP's own metadata is a pickle, from which `reader` makes
+which are verified before they are read. DCP's own metadata is a pickle, from which `reader` makes
 only the metadata of tensors.
 """
 
@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, read_manifest, verify_checkpoint
 from rl.run_dir.digests import HASH, HashedStream
-from rl.run_dir.files import CorruptFileError, commit_directory, fsync_path, temporary_name
-from rl.run_dir.hashes import blake2b
+from rl.run_dir.files import CorruptFileError, blake2b, commit_directory, fsync_path, temporary_name
 from rl.run_dir.paths import numbers
 from rl.system import faults
 from rl.system.errors import RunError
@@ -92,9 +91,8 @@ def snapshot(
     `stager`: one that has made an earlier copy, which is overwritten.
     """
     on_gpu = world.device.type == "cuda"
-    copied = (stager or make_stager(world)).stage(
-        tensors_of(model, optimizer, world), non_blocking=on_gpu
-    )
+    state = tensors_of(model, optimizer, world)
+    copied = (stager or make_stager(world)).stage(state, non_blocking=on_gpu)
     if on_gpu:
         torch.cuda.synchronize(world.device)
     return copied
@@ -106,24 +104,25 @@ def require_host_memory(
     """Raises RunError if this machine has less memory than its ranks will hold: the copy for
     checkpoints and the newest version in `dtype`, which both stay, and offloaded moments. A rank
     would be killed without a message, at the first checkpoint of each start."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     state = [local(tensor) for tensor in tensors_of(model, optimizer, world).values()]
-    copied, offloaded = (
+    trained = [local(weight) for weight in model.parameters() if weight.requires_grad]
+    sizes = (
         sum(tensor.nbytes for tensor in state),
+        # one of the replicas publishes
+        sum(weight.numel() for weight in trained) * dtype.itemsize // world.num_replicas,
         sum(tensor.nbytes for tensor in state if tensor.is_cpu),
     )
-    weights = sum(
-        local(parameter).numel() for parameter in model.parameters() if parameter.requires_grad
-    )
-    version = weights * dtype.itemsize // world.num_replicas  # one of them publishes
-    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes()[0]
-    if ranks * (copied + version + offloaded) > total:
-        gib = [f"{ranks * size / 2**30:.1f}" for size in (copied, version, offloaded)]
+    total = memory_bytes()[0]
+    if ranks * sum(sizes) > total:
+        copies, version, offloaded, memory = (
+            f"{size / 2**30:.1f} GiB" for size in (*(ranks * size for size in sizes), total)
+        )
         raise RunError(
-            f"the copies of {ranks} rank(s) for checkpoints take {gib[0]} GiB of memory, for "
-            f"policy versions {gib[1]} GiB, "
-            f"and trainer.optim.offload {gib[2]} GiB, but this machine has "
-            f"{total / 2**30:.1f} GiB: shard the model over more machines, "
-            "do not offload, or train adapters (trainer.lora)"
+            f"the copies of {ranks} rank(s) for checkpoints take {copies} of memory, for "
+            f"policy versions {version}, and trainer.optim.offload {offloaded}, but this machine "
+            f"has {memory}: shard the model over more machines, do not offload, or train adapters "
+            "(trainer.lora)"
         )
 
 
@@ -163,9 +162,8 @@ def write(
     `group`: a process group used only for this, if it runs in a thread. `fence`: see write_file.
     Raises OSError if the disk is full, TakenError if there already is a checkpoint of that step.
     """
-    temporary = path.with_name(
-        world.broadcast_bytes(temporary_name(path).name.encode(), group).decode()
-    )
+    name = world.broadcast_bytes(temporary_name(path).name.encode(), group).decode()
+    temporary = path.with_name(name)
     if world.is_main:
         temporary.mkdir(parents=True)
         require_space(temporary, state.values())
@@ -173,30 +171,29 @@ def write(
     # CRCs take a third of the time; the manifest's checksums are stronger
     torch.serialization.set_crc32_options(False)
     # No sync_files: what is synced is below, and in `commit_directory`. No copying ahead: the
-    # tensors are in CPU memory already, and it
-    # would use a stream of the thread's current GPU, so every rank's thread would create a CUDA
-    # context (half a GiB) on GPU 0 and wait for
-    # the training there.
+    # tensors are in CPU memory already, and it would use a stream of the thread's current GPU, so
+    # every rank's thread would create a CUDA context (half a GiB) on GPU 0 and wait for the
+    # training there.
     writer = FileSystemWriter(temporary, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = HashedFiles()
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        dcp.save(
-            state,
-            storage_writer=writer,
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=group,
-        )
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:  # it is not an Exception, so a thread pool would lose it
         raise cause_of(error, temporary, state) from error
     faults.point("checkpoint.saved")
     # without .metadata.tmp
-    own = {name: found for name, found in files.sums.items() if name.startswith("__")}
+    sums = {name: file for name, file in files.sums.items() if name.startswith("__")}
     if may_be_elsewhere(world):
-        for name in own:
+        for name in sums:
             fsync_path(temporary / name)
-    sums = world.gather_bytes(json.dumps(own).encode(), group)
+    of_ranks = world.gather_bytes(json.dumps(sums).encode(), group)
     if world.is_main:
-        write_manifest(temporary, step, model, sums, base)
+        manifest = {"step": step, "world_size": world.size, "model": model, "base": base}
+        manifest["files"] = {METADATA: checksum(temporary / METADATA)}
+        for data in of_ranks:
+            manifest["files"] |= json.loads(data)
+        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1))
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
@@ -221,71 +218,33 @@ def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor])
     return RuntimeError(f"{folder}: the checkpoint could not be written: {error}")
 
 
-def write_manifest(folder: Path, step: int, model: str, sums: list[bytes], base: str) -> None:
-    """Writes the manifest. `sums`: for each rank, the checksums of its own files as JSON."""
-    files = {".metadata": checksum(folder / ".metadata")}
-    for own in sums:
-        files |= json.loads(own)
-    manifest = {"step": step, "world_size": len(sums), "model": model, "base": base, "files": files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-
-
-def newest(
-    directory: Path, world: World, deadline_s: float = READ_S
-) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest checkpoint with its manifest, the same on every rank; None if there is
-    none. Every rank calls this. Of its files only DCP's metadata are verified, the others by
-    `load`; raises and waits as that does."""
+def newest(directory: Path, world: World) -> Path | None:
+    """Returns the newest checkpoint, the same on every rank; None if there is none."""
     # another rank may not see the newest yet
     step = world.broadcast_int(max(numbers(directory), default=0))
-    path = directory / f"{step:06d}"
-    if not step:
-        return None
-    raise_fault(path, fault_of(path, world, deadline_s, {METADATA}, divided=False))
-    return path, read_manifest(path)
+    return directory / f"{step:06d}" if step else None
 
 
-def raise_fault(path: Path, fault: str) -> None:
-    """Raises CorruptFileError if there is a fault."""
-    if fault:
-        raise CorruptFileError(
-            f"{fault}; `rl` moves {path} away and starts from what is before it: without "
-            "`rl`, do so yourself"
-        )
-
-
-def fault_of(
-    path: Path,
-    world: World,
-    deadline_s: float = READ_S,
-    names: Collection[str] | None = None,
-    divided: bool = True,
-) -> str:
-    """Returns on every rank the fault that the first of them has found in a checkpoint's files, or
-    those with `names`; empty if there is none. `divided`: each rank reads its share of them,
-    otherwise all.
+def fault_of(path: Path, world: World, deadline_s: float = READ_S) -> str:
+    """Returns on every rank the fault that the first of them has found in its share of a
+    checkpoint's files; empty if there is none.
 
     Waits for: the disk; after `deadline_s` seconds raises RunError.
     """
     fault, reading = "", SingleTaskThread()
-    reading.start(
-        verify_checkpoint, path, *((world.rank, world.size) if divided else (0, 1)), names
-    )
+    reading.start(verify_checkpoint, path, world.rank, world.size)
     try:
         reading.result(f"{path} to be read: does that disk answer?", deadline_s)
     except CorruptFileError as error:
-        fault = (
-            f"{error}, as rank {world.rank} on {socket.gethostname()} reads it"
-            if world.size > 1
-            else str(error)
-        )
+        fault = str(error)
+        if world.size > 1:
+            fault += f", as rank {world.rank} on {socket.gethostname()} reads it"
     world.barrier()  # for which no collective waits: one rank's disk may be slower than another's
     return next(filter(None, world.gather_bytes(fault.encode())), b"").decode()
 
 
 def load(
     path: Path,
-    manifest: dict[str, Any],
     model: PreTrainedModel,
     optimizer: Optimizer,
     world: World,
@@ -293,33 +252,28 @@ def load(
     deadline_s: float = READ_S,
     base: str = "",
 ) -> int:
-    """Reads a checkpoint, which `newest` has found, into model, optimizer and RNG, and verifies it;
-    returns its step. The number of ranks may differ from the writer's. A file that a rank reads as
-    a whole is hashed meanwhile; the ranks divide the others.
+    """Verifies a checkpoint and reads it into model, optimizer and RNG; returns its step. The
+    number of ranks may differ from the writer's.
 
     `group`: one whose collectives may wait for disks. `base`: as in `write`. Raises
     CorruptFileError on every rank if the checkpoint is damaged: then `rl` repairs the run. Waits
     for: the disk; after `deadline_s` seconds raises RunError.
     """
+    if fault := fault_of(path, world, deadline_s):
+        raise CorruptFileError(
+            f"{fault}; `rl` moves {path} away and starts from what is before it: without "
+            "`rl`, do so yourself"
+        )
+    manifest = read_manifest(path)
     check_model(path, manifest, model, base)
-    reader, reading = Reader(path, hashed=True), SingleTaskThread()
+    reader, reading = Reader(path), SingleTaskThread()
     state = without_missing_rng(tensors_of(model, optimizer, world), reader)
     # RNG streams belong to ranks, and mean nothing to another number of ranks
     if manifest["world_size"] != world.size:
         state = {name: value for name, value in state.items() if not name.startswith("rng.")}
     reading.start(load_state, state, reader, world, group)
-    failed = reading.result(f"{path} to be loaded: does that disk answer?", deadline_s)
+    reading.result(f"{path} to be loaded: does that disk answer?", deadline_s)
     world.barrier()
-    read = [json.loads(sums) for sums in world.gather_bytes(json.dumps(reader.sums()).encode())]
-    raise_fault(path, misread(path, manifest["files"], read))
-    rest = {
-        name
-        for name, sums in manifest["files"].items()
-        if name != METADATA and sums not in [one.get(name) for one in read]
-    }
-    raise_fault(path, fault_of(path, world, deadline_s, rest))
-    if failed:
-        raise failed
     if f"rng.cpu.{world.rank}" in state:
         torch.set_rng_state(state[f"rng.cpu.{world.rank}"])
     if f"rng.cuda.{world.rank}" in state:
@@ -339,26 +293,14 @@ def without_missing_rng(state: dict[str, Tensor], reader: Reader) -> dict[str, T
 
 def load_state(
     state: dict[str, Tensor], reader: Reader, world: World, group: dist.ProcessGroup | None
-) -> CheckpointException | None:
-    """Reads a checkpoint into `state`. Returns the error of any rank's reading, which every rank
-    gets: damage may be its cause."""
+) -> None:
+    """Reads a checkpoint into `state`. Raises RuntimeError."""
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)  # of this thread
     try:
         dcp.load(state, storage_reader=reader, process_group=group)
     except CheckpointException as error:  # it is not an Exception, so a thread pool would lose it
-        return error
-    return None
-
-
-def misread(path: Path, files: dict[str, Any], read: list[dict[str, Any]]) -> str:
-    """Returns the fault of the first file that a rank has read as a whole and otherwise than it
-    was written; empty if there is none. `read`: size and hash of what each rank has read."""
-    for rank, sums in enumerate(read):
-        for name, found in sums.items():
-            if found != (right := files.get(name, {})) and found["size"] == right.get("size"):
-                return f"{path / name}: damaged, as rank {rank} reads it"
-    return ""
+        raise RuntimeError(f"{reader.path}: could not be loaded: {error}") from error
 
 
 def load_weights(

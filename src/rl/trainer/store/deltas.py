@@ -1,5 +1,5 @@
 """Writes what differs between a version and the one before: XOR of the published bits,
-compressed. `rl.run_dir.deltas` reads it."""
+compressed. `rl.run_dir.checksums` reads it."""
 
 import os
 from collections.abc import Iterator

@@ -5,6 +5,7 @@ them. Each touches only the pages of its own slices. Servers of the host read th
 if all ranks are there.
 """
 
+import fcntl
 import itertools
 import mmap
 import os
@@ -21,9 +22,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.run_dir import in_memory
-from rl.run_dir.files import with_path
+from rl.run_dir.files import UNSUPPORTED, with_path
 from rl.run_dir.in_memory import InMemory
-from rl.run_dir.naming import NO_FLAGS
 from rl.trainer.optim import local
 from rl.trainer.store.layout import (
     PAGE,
@@ -40,7 +40,16 @@ from rl.trainer.store.ranks import Ranks
 
 ANYONE = InMemory("", 1, 0, "rl-" + "0" * 32)
 """A file whose mark has the size of every mark."""
-FOLDERS = "servers read each version from its folder"
+
+
+@contextmanager
+def warned(what: str) -> Iterator[None]:
+    """Prints an OSError of the block, after which servers cannot read the memory."""
+    try:
+        yield
+    except OSError as error:
+        text = f"{what} ({error.strerror}): servers read each version from its folder"
+        print(text, file=sys.stderr, flush=True)
 
 
 class Image:
@@ -87,34 +96,18 @@ class Image:
             return again
         if self.memory is not None and not self.file:
             return None
-        try:
+        with warned("cannot create a file in memory"):
             return in_memory.make(self.size)
-        except OSError as error:
-            print(
-                f"cannot create a file in memory ({error.strerror}): {FOLDERS}",
-                file=sys.stderr,
-                flush=True,
-            )
-            return None
 
     def _map(self, file: InMemory | None) -> Tensor:
         """Returns the bytes of the file, all zero at first, or private memory."""
         self.is_shared = False
-        if file:
-            try:
+        with warned(f"cannot open the memory of rank {self.ranks.first_here}"):
+            if file:
                 with open(f"/proc/{file.pid}/fd/{file.fd}", "r+b", buffering=0) as shared:
-                    memory = torch.frombuffer(
-                        mmap.mmap(shared.fileno(), self.size), dtype=torch.uint8
-                    )
+                    memory = mmap.mmap(shared.fileno(), self.size)
                 self.is_shared = True
-                return memory
-            except OSError as error:
-                print(
-                    f"cannot open the memory of rank {self.ranks.first_here} "
-                    f"({error.strerror}): {FOLDERS}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                return torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(self.size, dtype=torch.uint8)
 
     def bytes_of(self, tensor: FileTensor, first: int = 0, end: int | None = None) -> Tensor:
@@ -127,11 +120,9 @@ class Image:
     def fill(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         """Casts the model's values into this rank's slices. Nothing is gathered but the tensors
         that must be converted, one at a time."""
-        values, own = published(model), {part.tensor.name for part in self.slices}
-        parts = sorted(
-            (part for part in self.slices if part.tensor.offset is not None), key=source_of
-        )
-        for source, group in itertools.groupby(parts, source_of):
+        values = published(model)
+        slices = [part for part in self.slices if part.tensor.offset is not None]
+        for source, group in itertools.groupby(sorted(slices, key=source_of), source_of):
             value = local(values[source].detach())
             # cast here: a copy between devices casts after the transfer, with twice the bytes
             if value.is_cuda:
@@ -139,83 +130,60 @@ class Image:
             for part in group:
                 target = self.bytes_of(part.tensor, part.first, part.end).view(part.tensor.dtype)
                 target.copy_(value.reshape(-1)[part.element : part.element + len(target)])
+        held = {part.tensor.name for part in self.slices}
         for sources, group in converted(self.tensors).items():
-            whole = {
-                name: gathered(values[name].detach().to(dtype_of(values[name], dtype)))
-                for name in sources
-            }
-            if group[0].name in own:
-                made = revert_weight_conversion(model, whole)
+            whole = {}
+            for name in sources:
+                value = values[name].detach().to(dtype_of(values[name], dtype))
+                whole[name] = value.full_tensor() if isinstance(value, DTensor) else value
+            if group[0].name in held:
+                named = revert_weight_conversion(model, whole)
                 for tensor in group:
-                    self.bytes_of(tensor).view(tensor.dtype).view(tensor.shape).copy_(
-                        made[tensor.name]
-                    )
+                    memory = self.bytes_of(tensor).view(tensor.dtype).view(tensor.shape)
+                    memory.copy_(named[tensor.name])
 
     def write_header(self) -> None:
         """Makes the file readable for other processes, once all ranks have filled it."""
         if self.file:
             os.pwrite(self.file.fd, header(self.tensors, self.file.mark), 0)
 
-    def write_slices(
-        self, path: Path, tensors: Sequence[FileTensor], past_cache: bool = False
-    ) -> None:
-        """Writes this rank's slices of some tensors, which follow each other, into their file at
-        `path`. Raises OSError that names it.
+    def write_slices(self, path: Path, past_cache: bool = False) -> None:
+        """Writes this rank's slices into the version's file at `path`. Raises OSError that names
+        it.
 
         `past_cache`: for a file that nobody will read soon. New pages of the cache cost more than
         all else of a version, beside the sampling of the next batch: of 270 MB 0.6 s of a processor
         on a virtual machine, past the cache 0.05.
         """
-        data = len(header(tensors)) - tensors[0].start
+        assert self.memory is not None
+        data = len(header(self.tensors))
         try:
-            with written(path) as fd, written(path, os.O_DIRECT if past_cache else 0) as direct:
-                for first, end in ranges(
-                    part
-                    for part in self.slices
-                    if tensors[0].start <= part.tensor.start < tensors[-1].end
-                ):
-                    assert self.memory is not None
-                    write_pages(
-                        fd,
-                        direct,
-                        memoryview(self.memory[self.start + first : self.start + end].numpy()),
-                        data + first,
-                    )
+            with path.open("r+b", buffering=0) as file:
+                for first, end in ranges(self.slices):
+                    memory = self.memory[self.start + first : self.start + end].numpy()
+                    write_pages(file.fileno(), memoryview(memory), data + first, past_cache)
                 if self.ranks.first_here:
-                    os.fsync(fd)  # on rank 0's host its own fsync, later, covers this
+                    os.fsync(file.fileno())  # on rank 0's host its own fsync, later, covers this
         except OSError as error:
             raise with_path(error, path) from None
 
 
-@contextmanager
-def written(path: Path, flags: int = 0) -> Iterator[int]:
-    """Opens an existing file to be written, without the flags if its file system does not know
-    them."""
-    try:
-        fd = os.open(path, os.O_WRONLY | flags)
-    except OSError as error:
-        if error.errno not in NO_FLAGS:
-            raise
-        fd = os.open(path, os.O_WRONLY)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def write_pages(fd: int, direct: int, data: memoryview, offset: int) -> None:
-    """Writes `data` into a file at `offset`: its whole pages by the descriptor `direct`, unless
-    the file system refuses that."""
+def write_pages(fd: int, data: memoryview, offset: int, past_cache: bool) -> None:
+    """Writes all of `data` at `offset`; `past_cache`: its whole pages past the cache, unless the
+    file system refuses that."""
     begin = min(-offset % PAGE, len(data))
     end = begin + (len(data) - begin) // PAGE * PAGE
     write_at(fd, data[:begin], offset)
-    try:
-        write_at(direct, data[begin:end], offset + begin)
-    except OSError as error:
-        if error.errno not in NO_FLAGS:
-            raise
-        write_at(fd, data[begin:end], offset + begin)
-    write_at(fd, data[end:], offset + end)
+    if past_cache:
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+            write_at(fd, data[begin:end], offset + begin)
+            begin = end
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)
+    write_at(fd, data[begin:], offset + begin)
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
@@ -233,11 +201,6 @@ def image_of(model: PreTrainedModel, dtype: torch.dtype, ranks: Ranks) -> Image:
 
 def source_of(part: Slice) -> str:
     return part.tensor.sources[0]
-
-
-def gathered(value: Tensor) -> Tensor:
-    """Returns the whole of a tensor of which each rank has a part. Every rank calls this."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def ranges(slices: Iterable[Slice]) -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ than the model (transposed, or joined out of several) are gathered, one at a tim
 
 import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,8 +30,6 @@ from transformers.core_model_loading import revert_weight_conversion
 from rl.system.errors import RunError
 from rl.trainer.model import lora
 
-FILE_BYTES = 50 * 10**9
-"""Largest file of tensors unless a single one is larger; as in transformers' `save_pretrained`."""
 PAGE = 1 << 16
 """Bytes, a multiple of the pages of any machine's memory and of any disk's blocks."""
 FORMAT = b'{"__metadata__":{"format":"pt"}'
@@ -166,37 +165,26 @@ def file_tensors(model: PreTrainedModel, dtype: torch.dtype) -> list[FileTensor]
     end = 0
     # aligns each to its item size
     for name, tensor in sorted(named.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-        tensors.append(
-            FileTensor(
-                name,
-                tensor.dtype,
-                tensor.shape,
-                end,
-                tracing.sources[storage(tensor)],
-                tracing.offset(tensor),
-            )
-        )
+        sources, offset = tracing.sources[storage(tensor)], tracing.offset(tensor)
+        tensors.append(FileTensor(name, tensor.dtype, tensor.shape, end, sources, offset))
         end = tensors[-1].end
     for sources, group in converted(tensors).items():
         alone = revert_weight_conversion(model, {name: empty[name] for name in sources})
-        if wrong := [
-            tensor.name
-            for tensor in group
-            if tensor.name not in alone or alone[tensor.name].shape != tensor.shape
-        ]:
-            raise RunError(
-                f"{type(model).__name__}: {wrong[0]} cannot be made of {', '.join(sources)} "
-                "alone; please report this"
-            )
+        for tensor in group:
+            if tensor.name not in alone or alone[tensor.name].shape != tensor.shape:
+                raise RunError(
+                    f"{type(model).__name__}: {tensor.name} cannot be made of "
+                    f"{', '.join(sources)} alone; please report this"
+                )
     return tensors
 
 
 def converted(tensors: Sequence[FileTensor]) -> dict[tuple[str, ...], list[FileTensor]]:
     """Returns the tensors that must be converted, by what they are made of."""
-    groups: dict[tuple[str, ...], list[FileTensor]] = {}
+    groups = defaultdict[tuple[str, ...], list[FileTensor]](list)
     for tensor in tensors:
         if tensor.offset is None:
-            groups.setdefault(tensor.sources, []).append(tensor)
+            groups[tensor.sources].append(tensor)
     return groups
 
 
@@ -207,32 +195,27 @@ def runs(value: Tensor, is_main: bool) -> Iterator[tuple[int, int, int]]:
 
     Of several replicas the first publishes; what is not distributed belongs to rank 0 (`is_main`).
     """
-    shape, offset = tuple(value.shape), (0,) * value.ndim
+    whole, shape, offset = tuple(value.shape), tuple(value.shape), (0,) * value.ndim
     if isinstance(value, DTensor):
-        place = value.device_mesh.get_coordinate()
+        mesh, placements = value.device_mesh, value.placements
+        place = mesh.get_coordinate()
         if place is None or any(
             index and placement.is_replicate()
-            for index, placement in zip(place, value.placements, strict=True)
+            for index, placement in zip(place, placements, strict=True)
         ):
             return
-        shape, offset = compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )
+        shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)
     elif not is_main:
         return
     if not prod(shape):
         return
     # later dimensions are whole
-    last = max((dim for dim in range(value.ndim) if shape[dim] != value.shape[dim]), default=0)
-    strides = [prod(value.shape[dim + 1 :]) for dim in range(value.ndim)]
+    last = max((dim for dim in range(value.ndim) if shape[dim] != whole[dim]), default=0)
     length = prod(shape[last:])
     for number, index in enumerate(itertools.product(*map(range, shape[:last]))):
-        first = sum(
-            (start + i) * stride
-            for start, i, stride in zip(
-                offset, itertools.chain(index, itertools.repeat(0)), strides, strict=False
-            )
-        )
+        first = 0
+        for size, start, step in itertools.zip_longest(whole, offset, index, fillvalue=0):
+            first = first * size + start + step
         yield first, first + length, number * length
 
 
@@ -244,37 +227,16 @@ def own_slices(
     held = {name: list(runs(value, rank == 0)) for name, value in values.items()}
     slices = []
     for tensor in tensors:
-        elements, bytes_each = tensor.shape.numel(), tensor.dtype.itemsize
-        for first, end, element in held[tensor.sources[0]] if tensor.offset is not None else ():
-            low, high = max(first, tensor.offset), min(end, tensor.offset + elements)
+        offset, width = tensor.offset, tensor.dtype.itemsize
+        for first, end, element in held[tensor.sources[0]] if offset is not None else ():
+            low, high = max(first, offset), min(end, offset + tensor.shape.numel())
             if low < high:
-                start, stop = ((index - tensor.offset) * bytes_each for index in (low, high))
-                slices.append(Slice(tensor, start, stop, element + low - first))
+                bounds = (low - offset) * width, (high - offset) * width
+                slices.append(Slice(tensor, *bounds, element + low - first))
     for number, group in enumerate(converted(tensors).values()):
-        slices += [
-            Slice(tensor, 0, tensor.size)
-            for tensor in group
-            if number % size == rank and tensor.size
-        ]
+        if number % size == rank:
+            slices += [Slice(tensor, 0, tensor.size) for tensor in group if tensor.size]
     return sorted(slices, key=lambda part: part.tensor.start + part.first)
-
-
-def files(tensors: Sequence[FileTensor], adapters: bool) -> dict[str, list[FileTensor]]:
-    """Divides tensors into files of at most FILE_BYTES, as transformers names them; adapters
-    have one file."""
-    if adapters:
-        return {lora.WEIGHTS_FILE: [*tensors]}
-    parts: list[list[FileTensor]] = [[]]
-    for tensor in tensors:
-        if parts[-1] and tensor.end - parts[-1][0].start > FILE_BYTES:
-            parts.append([])
-        parts[-1].append(tensor)
-    if len(parts) == 1:
-        return {"model.safetensors": parts[0]}
-    return {
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
-        for number, part in enumerate(parts, 1)
-    }
 
 
 @cache
@@ -285,20 +247,17 @@ def name_of(dtype: torch.dtype) -> str:
 
 def header(tensors: Sequence[FileTensor], begins: bytes = FORMAT) -> bytes:
     """Returns what a safetensors file with these tensors has in front of them: the length of its
-    JSON and the JSON, which `begins` so.
-
-    Its size is `tensors[0].start`, but for whole pages: a byte of a version lies at the same place
-    of its page in memory and in any file, as `write_pages` needs it.
-    """
+    JSON and the JSON, which `begins` so. Its size is whole pages, so that a byte of a version lies
+    at the same place of its page in memory and on disk, as `write_pages` needs it."""
     entries = {
         tensor.name: {
             "dtype": name_of(tensor.dtype),
             "shape": list(tensor.shape),
-            "data_offsets": [tensor.start - tensors[0].start, tensor.end - tensors[0].start],
+            "data_offsets": [tensor.start, tensor.end],
         }
         for tensor in tensors
     }
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()[1:]
     text = begins + (b"," if entries else b"") + text
-    text += b" " * (((tensors[0].start if tensors else 0) - 8 - len(text)) % PAGE)
+    text += b" " * ((-8 - len(text)) % PAGE)
     return len(text).to_bytes(8, "little") + text

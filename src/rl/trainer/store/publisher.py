@@ -12,21 +12,14 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rl.config.trainer import DISK_S, WeightsConfig
 from rl.run_dir import spans
-from rl.run_dir.checksums import (
-    check_record,
-    first_difference,
-    is_delta,
-    read_digests,
-    verify_version,
-)
-from rl.run_dir.digests import Digest
+from rl.run_dir.checksums import first_difference, is_delta, read_digests, verify_version
 from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
+from rl.run_dir.in_memory import Memory
 from rl.run_dir.lease import check_fence
-from rl.run_dir.over_network import Memory
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
 from rl.run_dir.status import Phase, RunWarning
@@ -81,9 +74,12 @@ class Publisher:
             if nixl.is_local() and not self.ranks.all_here:
                 raise RunError(f"trainer.weights.transport = nixl: {nixl.SEVERAL_HOSTS}")
             nixl.make_agent(serves=True)  # raises now what would end the first step
-        self.thread, self.disk = SingleTaskThread(), SingleTaskThread()
         self.newest_started = 0
         """The newest version whose publication was started."""
+        self.thread, self.disk = SingleTaskThread(), SingleTaskThread()
+        for thread in (self.thread, self.disk):
+            # the last status must not say "training": readers would blame the batch
+            thread.on_error = lambda: wait.on_wait(Phase.PUBLISHING, self.newest_started, "")
         self.latency_s: float | None = None
         """Seconds from `start` until the orchestrator acknowledged the version that was
         announced last."""
@@ -104,11 +100,11 @@ class Publisher:
     def _publish(
         self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float
     ) -> None:
-        path = self.run_dir.weights(number).absolute()
+        path, ranks = self.run_dir.weights(number).absolute(), self.ranks
         self.wait.about(Phase.PUBLISHING, number, "writing it")
-        is_new = self.ranks.of_main(lambda: not path.exists())
+        is_new = ranks.of_main(lambda: not path.exists())
         memory = self._in_memory(version)
-        if not self._is_there(number, path, version):
+        if not self._is_written(number, path, version):
             fence = partial(check_fence, self.run_dir.lock("trainer"))
             with spans.span("digest_version", "publisher", number):
                 version.write_record(self.run_dir.digests(number), fence)
@@ -124,7 +120,7 @@ class Publisher:
         if self.config.anchor_every > 1 and self.last.number != number:
             self.last.keep(number, version.image)
         needed = self._announce(WeightVersion(number, str(path)), since)
-        if self.ranks.is_main:
+        if ranks.is_main:
             self.disk.result(f"version {number - 1} to be durable: {DISK}", self.deadline_s)
             self.disk.start(self._make_durable, number, path, needed, checkpoints)
 
@@ -142,13 +138,8 @@ class Publisher:
             return version.in_memory
         if not self.over_network or lora.has_adapters(version.model):
             return None
-        if not all(
-            self.ranks.share(
-                lambda: (
-                    self.registered is not None and self.registered.memory is version.image.memory
-                )
-            )
-        ):
+        memory = version.image.memory
+        if not all(self.ranks.share(lambda: self.registered and self.registered.memory is memory)):
             self.registered = Registered(version.image)
             version.image.before_change = self.registered.withdraw
         return self.registered.announce() if self.registered else None
@@ -181,89 +172,48 @@ class Publisher:
             self.announced, self.latency_s = number, time.monotonic() - since
         return needed
 
-    def _is_there(self, number: int, path: Path, version: PublishedVersion) -> bool:
+    def _is_written(self, number: int, path: Path, version: PublishedVersion) -> bool:
         """Whether the same version is already on disk and intact. It is after a kill, when a
-        resumed run trains it again."""
-        before = self.ranks.of_main(lambda: self._recorded(number))
-        if before is None:
-            return False
-        found = version.digests_like(before["tensors"])
-        return self.ranks.of_main(
-            lambda: self._is_same(number, path, before, found, version.made_by)
-        )
-
-    def _recorded(self, number: int) -> dict[str, Any] | None:
-        """The record of a version; None, with a warning, if it is damaged."""
-        try:
-            return (
-                read_digests(self.run_dir.digests(number))
-                if self.run_dir.digests(number).exists()
-                else None
-            )
-        except CorruptFileError as error:
-            return self._warn("damaged", f"{error}; version {number} is written again")
-
-    def _is_same(
-        self,
-        number: int,
-        path: Path,
-        before: dict[str, Any],
-        found: dict[str, Digest],
-        now: dict[str, Any],
-    ) -> bool:
-        """Whether the record `before` and the folder are those of the version with the digests
-        `found`, made under the conditions `now`. A delta is not read, which would take the memory
-        for a whole version, but written again.
+        resumed run trains it again. A delta is not read, which would take the memory for a whole
+        version, but written again; so is what is damaged.
 
         Warns if the version on disk differs: then the run is not reproducible, and the new version
-        counts; the deltas that follow the old one are deleted. If only the record differs, and the
-        folder has the new version's weights, then the record is damaged.
+        counts; the deltas that follow the old one are deleted.
         """
-        try:
-            tensor = first_difference(before["tensors"], found)
-            if tensor is None:
-                return (
-                    path.exists()
-                    and not is_delta(path)
-                    and verify_version(path)["tensors"] == before["tensors"]
-                )
-            if not is_delta(path) and self._fits(path, found):
-                check_record(self.run_dir.digests(number), path)
-        except CorruptFileError as error:
-            self._warn("damaged", f"{error}; version {number} is written again")
+        record = self.ranks.of_main(lambda: content_of(read_digests, self.run_dir.digests(number)))
+        if record is None:
             return False
-        self._delete_changes_since(number)
-        made_by = before.get("made_by", {})
-        if made_by.get("deterministic") and now.get("deterministic"):
+        tensor = first_difference(record["tensors"], version.digests_like(record["tensors"]))
+        if tensor is None:
+            kept = self.ranks.of_main(
+                lambda: None if is_delta(path) else content_of(verify_version, path)
+            )
+            return kept is not None and kept["tensors"] == record["tensors"]
+        if self.ranks.is_main:
+            self._replace(number, tensor, record.get("made_by", {}), version.made_by)
+        return False
+
+    def _replace(
+        self, number: int, tensor: str, before: dict[str, Any], now: dict[str, Any]
+    ) -> None:
+        """Deletes the deltas that follow a version, which cannot be applied to another one. Warns
+        if the conditions `before` and `now` should give the same bits."""
+        later = number + 1
+        while is_delta(path := self.run_dir.weights(later)):
+            remove_directory(path)
+            later += 1
+        if before.get("deterministic") and now.get("deterministic"):
             why = (
-                differing_conditions(made_by, now)
+                differing_conditions(before, now)
                 or "on the same machine with the same settings: please report this"
             )
-            message = (
+            text = (
                 f"version {number} was trained again and differs from before, first in {tensor} "
                 f"({why}). The new one counts"
             )
-            self._warn("inexact", message)
-        return False
-
-    def _delete_changes_since(self, number: int) -> None:
-        """Deletes the deltas that follow a version which is about to be replaced by another one:
-        they cannot be applied to that."""
-        while is_delta(path := self.run_dir.weights(number := number + 1)):
-            remove_directory(path)
-
-    def _fits(self, path: Path, found: dict[str, Digest]) -> bool:
-        """Whether a folder matches its own digests, and these are `found`."""
-        try:
-            content = verify_version(path)
-        except CorruptFileError:
-            return False
-        return first_difference(content["tensors"], found) is None
-
-    def _warn(self, about: Literal["damaged", "inexact"], text: str) -> None:
-        print(f"WARNING: {text}", file=sys.stderr, flush=True)
-        if self.warn:
-            self.warn(RunWarning(about, "", text))
+            print(f"WARNING: {text}", file=sys.stderr, flush=True)
+            if self.warn:
+                self.warn(RunWarning("inexact", "", text))
 
     def metrics(self) -> dict[str, float]:
         """Returns the latency of the newest announced version, which is usually the previous
@@ -290,3 +240,11 @@ class Publisher:
         if thread.busy:
             with self.wait:  # the thread's requests to the orchestrator time out earlier
                 thread.result(what, self.deadline_s)
+
+
+def content_of(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any] | None:
+    """Returns what a version's files say; None if they are missing or damaged."""
+    try:
+        return read(path)
+    except CorruptFileError:
+        return None

@@ -8,20 +8,15 @@ other objects would be unpickled by torch, and is refused with the rest.
 import pickle
 import re
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from blake3 import blake3
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from rl.run_dir.digests import HASH
 from rl.system.errors import RunError
 
 METADATA = ".metadata"
-PIECE_BYTES = 1 << 20
-"""Bytes that are hashed at once."""
 OF_METADATA = (
     "ChunkStorageMetadata",
     "Metadata",
@@ -57,45 +52,12 @@ class TensorsOnly(pickle.Unpickler):
 
 
 class Reader(FileSystemReader):
-    """The reader of one checkpoint. Raises RunError for one that another program than rl's
-    trainer has written."""
+    """The reader of one checkpoint, which was verified. Raises RunError for one that another
+    program than rl's trainer has written."""
 
-    def __init__(self, path: Path, hashed: bool = False):
-        """`hashed`: whether to hash what is read."""
+    def __init__(self, path: Path):
         super().__init__(path)
-        self.metadata, self.hashed = metadata_of(path), hashed
-        self.hashes: dict[str, tuple[int, blake3]] = {}
-        """How many of its first bytes were read, and their hash, by a file's name."""
-
-    def sums(self) -> dict[str, dict[str, Any]]:
-        """Returns size and hash, as in a manifest, of what was read of each file."""
-        return {
-            name: {"size": size, HASH: found.hexdigest()}
-            for name, (size, found) in self.hashes.items()
-        }
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Has each file read from its beginning to its end."""
-
-        def place(item: ReadItem) -> tuple[str, int]:
-            info = self.storage_data[item.storage_index]
-            return info.relative_path, info.offset
-
-        plan.items.sort(key=place)
-        return super().prepare_local_plan(plan)
-
-    def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        size, found = self.hashes.setdefault(sinfo.relative_path, (0, blake3()))
-        # in small pieces, which need no new memory; torch then reads from the page cache
-        if self.hashed and size == sinfo.offset:
-            file.seek(size)
-            while (left := sinfo.offset + sinfo.length - size) and (
-                piece := file.read(min(left, PIECE_BYTES))
-            ):
-                found.update(piece)
-                size += len(piece)
-            self.hashes[sinfo.relative_path] = size, found
-        return super()._slice_file(file, sinfo)
+        self.metadata = metadata_of(path)
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self.metadata

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from rl.run_dir.in_memory import new_name
-from rl.run_dir.over_network import OverNetwork
+from rl.run_dir.in_memory import OverNetwork, new_name
 from rl.system import nixl
 from rl.system.linux import pid_scope
 from rl.trainer.store.image import Image, ranges

@@ -3,6 +3,7 @@ the next steps train."""
 
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from rl.run_dir.lease import check_fence
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
 from rl.run_dir.retention import Retention
+from rl.run_dir.status import Phase
 from rl.system.errors import RESTART, RunError
 from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
@@ -37,46 +39,43 @@ class Saver:
     """
 
     def __init__(
-        self, run_dir: RunDir, settings: TrainerConfig, world: World, step: int, base: str = ""
+        self,
+        run_dir: RunDir,
+        settings: TrainerConfig,
+        world: World,
+        step: int,
+        base: str = "",
+        enter: Callable[[Phase, int], None] = lambda *_: None,
     ):
-        """`step`: the step of the newest existing checkpoint. `base`: see checkpoint.write."""
-        self.base = base
-        self.run_dir, self.config, self.world, self.deadline_s = (
-            run_dir,
-            settings.checkpoint,
-            world,
-            settings.patience_s,
-        )
-        self.retention = Retention(
-            run_dir.checkpoints, ("",), self.config.keep_last, self.config.keep_every
-        )
-        self.never_due = bool(settings.data.fake) and settings.checkpoint.interval is None
+        """`step`: the step of the newest existing checkpoint. `base`: see checkpoint.write.
+        `enter`: as Status.enter; called when writing has failed, so that the last status does not
+        say "training": readers would blame the batch."""
+        self.run_dir, self.config, self.world = run_dir, settings.checkpoint, world
+        self.base, self.deadline_s, self.lock = base, settings.patience_s, run_dir.lock("trainer")
+        keep_last, keep_every = self.config.keep_last, self.config.keep_every
+        self.retention = Retention(run_dir.checkpoints, ("",), keep_last, keep_every)
+        self.never_due = bool(settings.data.fake) and self.config.interval is None
         """A benchmark writes only what the user asks for."""
-        self.step = step
-        """The step of the newest complete checkpoint."""
-        self.newest_started = step
-        """The step of the newest checkpoint that was started, complete or in progress."""
-        self.since: float | None = None
+        self.step = self.newest_started = step
+        """The step of the newest complete checkpoint; of the newest one that was started."""
+        self.since = self.last_began = math.inf
         """Start of the interval in seconds (time.monotonic): the first batch, then the end of
-        each checkpoint."""
-        self.last_began: float | None = None
-        """When the newest checkpoint began (time.monotonic); before the first one, when training
-        began."""
-        self.cost_s = 0.0
-        """Cost of the newest complete checkpoint in seconds; 0 before the first one of this
-        process."""
-        self.fraction = 0.0
-        """That cost divided by the seconds from the start of the previous checkpoint, or of
-        training, to the start of this one."""
+        each checkpoint. When the newest checkpoint began; before the first one, when training
+        began. Both are infinite before that."""
+        self.cost_s = self.fraction = 0.0
+        """Cost of the newest complete checkpoint of this process in seconds, 0 before the first;
+        and that divided by the seconds from the start of the previous checkpoint, or of training,
+        to the start of this one."""
         self.stager = checkpoint.make_stager(world)
         self.thread = SingleTaskThread()
+        self.thread.on_error = lambda: enter(Phase.CHECKPOINTING, self.newest_started)
         # its collectives wait for the disks of other ranks
         self.group = world.new_group(self.deadline_s)
 
     def start_clock(self) -> None:
         """Starts the interval in seconds if it has not started: it counts training, not the wait
         for inference to start."""
-        if self.since is None:
+        if self.since == math.inf:
             self.since = self.last_began = time.monotonic()
 
     def due(self, step: int, last: int) -> bool:
@@ -87,10 +86,9 @@ class Saver:
         a wait for it would.
         """
         self.thread.raise_errors()
-        if (
-            self.step != self.newest_started
-            and (waited_s := time.monotonic() - (self.last_began or math.inf)) > self.deadline_s
-        ):
+        now, is_free = time.monotonic(), self.step == self.newest_started
+        waited_s = now - self.last_began
+        if not is_free and waited_s > self.deadline_s:
             self.thread.on_error()
             raise RunError(f"waited {waited_s:.0f} s for {self._in_progress()}", RESTART)
         if self.never_due:
@@ -99,11 +97,7 @@ class Saver:
             due = step % self.config.interval == 0
         else:
             pause_s = max(self.config.interval_s, PAUSE * self.cost_s)
-            due = (
-                self.step == self.newest_started
-                and self.since is not None
-                and time.monotonic() - self.since >= pause_s
-            )
+            due = is_free and now - self.since >= pause_s
         return bool(self.world.broadcast_int(due or step == last))
 
     def save(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> None:
@@ -111,34 +105,19 @@ class Saver:
         checkpoint, see `finish`."""
         self.finish()
         self.world.barrier()  # rank 0 deletes old checkpoints, which may take long
-        before, now = self.last_began, time.monotonic()
+        now = time.monotonic()
+        before = min(self.last_began, now)
         self.newest_started, self.last_began = step, now
         state = checkpoint.snapshot(model, optimizer, self.world, self.stager)
-        self.thread.start(
-            self._write,
-            step,
-            state,
-            checkpoint.fingerprint(model),
-            now,
-            now if before is None else before,
-        )
+        self.thread.start(self._write, step, state, checkpoint.fingerprint(model), now, before)
 
     def _write(
         self, step: int, state: dict[str, Tensor], model: str, began: float, before: float
     ) -> None:
         """`began`, `before`: when this checkpoint and the previous one began."""
-        fence = partial(check_fence, self.run_dir.lock("trainer"))
+        path, fence = self.run_dir.checkpoint(step), partial(check_fence, self.lock)
         with spans.span("write_checkpoint", "saver", step):
-            checkpoint.write(
-                self.run_dir.checkpoint(step),
-                step,
-                state,
-                model,
-                self.world,
-                self.group,
-                fence,
-                self.base,
-            )
+            checkpoint.write(path, step, state, model, self.world, self.group, fence, self.base)
         self.since = time.monotonic()
         self.cost_s = self.since - began
         self.fraction = self.cost_s / max(began - before, self.cost_s)
@@ -150,11 +129,8 @@ class Saver:
 
     def metrics(self) -> dict[str, float]:
         """Returns the cost of the newest complete checkpoint; empty before the first one."""
-        return (
-            {"time/checkpoint_cost": self.cost_s, "time/checkpoint_fraction": self.fraction}
-            if self.cost_s
-            else {}
-        )
+        costs = {"time/checkpoint_cost": self.cost_s, "time/checkpoint_fraction": self.fraction}
+        return costs if self.cost_s else {}
 
     def finish(self) -> None:
         """Waits until the checkpoint in progress is complete, and raises the thread's error.

@@ -50,20 +50,18 @@ class SingleTaskThread:
         Waits for: the thread. After `deadline_s` seconds raises RunError, which names `what` it
         waited for.
         """
-        deadline = time.monotonic() + deadline_s
-        others = list(others)
-        for other in others:  # even if there is nothing to wait for
-            other.raise_errors()
-        while self._work and not self._work.ready():
-            for other in others:
+        deadline, others = time.monotonic() + deadline_s, list(others)
+        while True:
+            for other in others:  # even if there is nothing to wait for
                 other.raise_errors()
+            if not self._work or self._work.ready():
+                return self._take()
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 self.on_error()
                 # so that it counts as a crash: a restart may succeed
                 raise RunError(f"waited {deadline_s:.0f} s for {what}", exit_code=1)
             self._work.wait(min(POLL_S, left_s))
-        return self._take()
 
     def _take(self) -> Any:
         work, self._work = self._work, None

@@ -1,6 +1,6 @@
 """The thread that writes a step's token log while the next step trains, and deletes old logs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -9,6 +9,7 @@ from rl.config.trainer import TokenLogConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
 from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.status import Phase
 from rl.run_dir.token_log import SUFFIX, write_token_log
 from rl.trainer.store.single_task_thread import SingleTaskThread
 
@@ -20,11 +21,19 @@ GIB = 1 << 30
 class TokenFiles:
     """Writes at most one file at a time. Only rank 0's instance does any work."""
 
-    def __init__(self, run_dir: RunDir, config: TokenLogConfig):
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: TokenLogConfig,
+        enter: Callable[[Phase, int], None] = lambda *_: None,
+    ):
+        """`enter`: as Status.enter; called when writing has failed, so that the last status does
+        not say "training": readers would blame the batch."""
         self.run_dir, self.max_bytes = run_dir, config.max_gib * GIB
         self.sizes: dict[int, int] | None = None
         """Bytes of the files by step, oldest first; None before the directory has been listed."""
         self.thread = SingleTaskThread()
+        self.thread.on_error = lambda: enter(Phase.WRITING_TOKEN_LOG, self.newest_started)
         self.newest_started = 0
         """The newest step whose log was started."""
 

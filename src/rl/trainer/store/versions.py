@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rl.run_dir.checksums import DELTA, DIGESTS
 from rl.run_dir.digests import (
     HASH,
     Digest,
@@ -26,14 +27,13 @@ from rl.run_dir.digests import (
 )
 from rl.run_dir.files import Fence, write_directory, write_file
 from rl.run_dir.in_memory import InMemory
-from rl.run_dir.safetensors import INDEX
-from rl.run_dir.version_files import DELTA, DIGESTS
+from rl.run_dir.safetensors import SINGLE
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.model import lora
 from rl.trainer.store.deltas import LastVersion
 from rl.trainer.store.image import Image, image_of
-from rl.trainer.store.layout import FileTensor, files, header
+from rl.trainer.store.layout import FileTensor, header
 from rl.trainer.store.ranks import Ranks
 from rl.trainer.store.space import require_space
 
@@ -57,16 +57,13 @@ class PublishedVersion:
     def held(self) -> list[list[list]]:
         """For each rank [name, first, end, hash] of each slice that it holds: the bytes
         first..end of the tensor `name` of the files."""
-        data = [
-            memoryview(self.image.bytes_of(part.tensor, part.first, part.end).numpy())
-            for part in self.image.slices
-        ]
+        slices = [(part.tensor, part.first, part.end) for part in self.image.slices]
 
         def hashed() -> list[list]:
-            hashes = hash_each(digest, data)
+            data = [memoryview(self.image.bytes_of(*place).numpy()) for place in slices]
             return [
-                [part.tensor.name, part.first, part.end, one]
-                for part, one in zip(self.image.slices, hashes, strict=True)
+                [tensor.name, first, end, value]
+                for (tensor, first, end), value in zip(slices, hash_each(digest, data), strict=True)
             ]
 
         return self.image.ranks.share(hashed)
@@ -76,18 +73,18 @@ class PublishedVersion:
         """The hash of each tensor's bytes by its name in the file, or the hashes of its slices.
         Raises RunError if no rank holds a byte."""
         slices: dict[str, list[list]] = {tensor.name: [] for tensor in self.image.tensors}
-        for name, *one in sorted(itertools.chain(*self.held)):
-            slices[name].append(one)
-        digests: dict[str, Digest] = {}
+        for name, *hashed in sorted(itertools.chain(*self.held)):
+            slices[name].append(hashed)
         for tensor in self.image.tensors:
-            found = slices[tensor.name] or [[0, 0, digest(b"")]]
-            if not covers(found, tensor.size):
+            hashes = slices[tensor.name] = slices[tensor.name] or [[0, 0, digest(b"")]]
+            if not covers(hashes, tensor.size):
                 raise RunError(
                     f"{tensor.name}: its {tensor.size} bytes are held as "
-                    f"{[one[:2] for one in found]}; please report this"
+                    f"{[bounds[:2] for bounds in hashes]}; please report this"
                 )
-            digests[tensor.name] = found if len(found) > 1 else found[0][2]
-        return digests
+        return {
+            name: hashes if len(hashes) > 1 else hashes[0][2] for name, hashes in slices.items()
+        }
 
     def digests_like(self, others: Mapping[str, Digest]) -> dict[str, Digest]:
         """The digests of the same slices as in `others`, which another number of ranks may have
@@ -129,16 +126,12 @@ class PublishedVersion:
         trained again. They are kept when the version is deleted. Neither is durable before
         `make_durable`: a version is used at once, as the log suffices to train it again.
         """
-        content = {"hash": HASH, "tensors": self.digests, "made_by": self.made_by}
-        self.image.ranks.of_main(
-            partial(
-                write_file,
-                record,
-                json.dumps(content, indent=1).encode(),
-                fence=fence,
-                durable=False,
-            )
-        )
+        data = json.dumps(self._content, indent=1).encode()
+        self.image.ranks.of_main(partial(write_file, record, data, fence=fence, durable=False))
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        return {"hash": HASH, "tensors": self.digests, "made_by": self.made_by}
 
     def write(
         self,
@@ -157,44 +150,38 @@ class PublishedVersion:
         the version before, then only what differs from it is written. `past_cache`: see
         Image.write_slices.
         """
-        ranks, adapters = self.image.ranks, lora.has_adapters(self.model)
-        parts, digests = files(self.image.tensors, adapters), self.digests
+        image, ranks, content = self.image, self.image.ranks, self._content
+        name = lora.WEIGHTS_FILE if lora.has_adapters(self.model) else SINGLE
 
         def make(folder: Path) -> str:
-            require_space(folder, [self.image.memory])
-            for name, tensors in parts.items():
+            if not last:
+                require_space(folder, [image.memory])
                 with (folder / name).open("xb") as file:
-                    file.write(begin := header(tensors))
-                    file.truncate(len(begin) + tensors[-1].end - tensors[0].start)
+                    file.truncate(file.write(header(image.tensors)) + image.tensors[-1].end)
             return str(folder)
 
         def write_slices(folder: Path) -> tuple[str, Sequence] | None:
-            written = last.write(self.image, folder) if last else None
-            for name, tensors in parts.items() if not last else ():
-                self.image.write_slices(folder / name, tensors, past_cache)
+            if not last:
+                image.write_slices(folder / name, past_cache)
+            frames = last.write(image, folder) if last else None
             faults.point("weights.saved")
-            return written
+            return frames
 
-        def fill(folder: Path | None) -> None:
-            folder = Path(ranks.of_main(lambda: str(folder) if last else make(folder)))
-            written = ranks.share(lambda: write_slices(folder))
-            if ranks.is_main:
-                if last:
-                    (folder / DELTA).write_text(json.dumps(dict(written)))
-                else:
-                    self._write_small(folder, parts)
-                small = {
-                    file.name: digest_of_file(file)
-                    for file in folder.iterdir()
-                    if file.suffix != ".safetensors"
-                }
-                content = {
-                    "hash": HASH,
-                    "tensors": digests,
-                    "made_by": self.made_by,
-                    "files": small,
-                }
-                (folder / DIGESTS).write_text(json.dumps(content, indent=1))
+        def fill(temporary: Path | None) -> None:
+            folder = Path(ranks.of_main(lambda: temporary and make(temporary)))
+            frames = ranks.share(lambda: write_slices(folder))
+            if not ranks.is_main:
+                return
+            if last:
+                (folder / DELTA).write_text(json.dumps(dict(frames)))
+            elif name == lora.WEIGHTS_FILE:
+                lora.write_config(folder, self.model, self.base)
+            else:
+                copy_small_files(self.base, folder)
+                write_config(self.base, folder, self.model, self.dtype)
+            small = [file for file in folder.iterdir() if file.suffix != ".safetensors"]
+            hashes = {file.name: digest_of_file(file) for file in small}
+            (folder / DIGESTS).write_text(json.dumps(content | {"files": hashes}, indent=1))
 
         ranks.share(
             lambda: (
@@ -203,18 +190,6 @@ class PublishedVersion:
                 else fill(None)
             )
         )
-
-    def _write_small(self, folder: Path, parts: Mapping[str, Sequence[FileTensor]]) -> None:
-        """Writes everything but the tensors, which lie in the files `parts`, and their digests."""
-        if lora.has_adapters(self.model):
-            lora.write_config(folder, self.model, self.base)
-        else:
-            copy_small_files(self.base, folder)
-            write_config(self.base, folder, self.model, self.dtype)
-        if len(parts) > 1:
-            places = {tensor.name: name for name, tensors in parts.items() for tensor in tensors}
-            index = {"metadata": {"total_size": self.image.tensors[-1].end}, "weight_map": places}
-            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def snapshot(

@@ -1,21 +1,33 @@
-"""Checks every request to the server of the Tinker API before anything else sees it."""
+"""How a request to the server of the Tinker API is let in, and how answers look to its SDK: an
+error's status decides its class, 408 means "ask again"."""
 
 import hmac
 import time
+from typing import Any
 from urllib.parse import parse_qs
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from rl.run_dir.access_token import derived
-from rl.tinker.replies import problem
 from rl.wire.gate import CLOSE, HttpGate, header
 
 KEY_PREFIX = "tml-"
 """With which the SDK wants its keys to begin."""
-
 DOWNLOADS = "/files/"
 """Beginning of the paths that a signed address may read."""
+JSON = "application/json"
+
+
+def reply(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type=JSON)
+
+
+def problem(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """Returns an error: 400 BadRequestError, 401 AuthenticationError, 403 PermissionDeniedError,
+    404 NotFoundError."""
+    return Response(msgspec.json.encode({"detail": message}), status, headers, media_type=JSON)
 
 
 def signature(secret: str, path: str, expires: int) -> str:
@@ -24,7 +36,7 @@ def signature(secret: str, path: str, expires: int) -> str:
     return derived(secret, f"download {path} {expires}")
 
 
-class Gate(HttpGate):
+class KeyGate(HttpGate):
     """The gate in front of all routes: a key in `X-API-Key`, or as OpenAI's clients send it, or
     an address that is signed."""
 
@@ -43,34 +55,22 @@ class Gate(HttpGate):
 
     def is_signed(self, scope: Scope) -> bool:
         """Returns whether a request has a signature for its path that has not expired."""
-        given = {
-            key: values[0]
-            for key, values in parse_qs(scope["query_string"].decode("latin-1")).items()
-        }
-        expires = given.get("expires", "")
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        expires, signed = (query.get(key, [""])[0] for key in ("expires", "signature"))
         if not expires.isdecimal() or len(expires) > 12 or int(expires) < time.time():
             return False
-        return hmac.compare_digest(
-            given.get("signature", "").encode(),
-            signature(self.secret, scope["path"], int(expires)).encode(),
-        )
+        expected = signature(self.secret, scope["path"], int(expires))
+        return hmac.compare_digest(signed.encode(), expected.encode())
 
     def refuse(self, scope: Scope) -> Response | None:
         if header(scope, b"origin"):
-            return problem(
-                403, "this server answers programs, not web pages: send no Origin header", CLOSE
-            )
+            message = "this server answers programs, not web pages: send no Origin header"
+            return problem(403, message, CLOSE)
         if self.foreign_host(scope):
-            return problem(
-                403,
-                "this server is bound to loopback: ask for localhost or 127.0.0.1 in the "
-                "Host header",
-                CLOSE,
-            )
-        if scope["path"].startswith(DOWNLOADS) and self.is_signed(scope):
+            message = "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host"
+            return problem(403, f"{message} header", CLOSE)
+        is_signed = scope["path"].startswith(DOWNLOADS) and self.is_signed(scope)
+        if is_signed or self.shows_token(scope):
             return None
-        if self.shows_token(scope):
-            return None
-        return problem(
-            401, "wrong key: set TINKER_API_KEY to the one that `rl serve` prints", CLOSE
-        )
+        message = "wrong key: set TINKER_API_KEY to the one that `rl serve` prints"
+        return problem(401, message, CLOSE)

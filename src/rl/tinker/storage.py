@@ -1,0 +1,143 @@
+"""Where a server keeps what its clients have made, and how clients name it.
+
+`models/<session>-<n>/` is a run directory: config.toml, metrics, `weights/` with the versions that
+were sampled from. Beside them are `calls.log`, `state/` with the newest copies of the trainer's
+state, and `saved/` with what clients have named. `sampling/<session>-<n>.log` has the requests of a
+sampling session.
+"""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rl.run_dir.files import write_file
+from rl.run_dir.paths import RunDir
+from rl.wire.training_calls import CallError
+
+TRAINING, SAMPLER, EXTERNAL = KINDS = ("weights", "sampler_weights", "external_weights")
+MODEL_ID = re.compile(r"([\w-]{1,80}):train:(\d{1,9})")
+SAMPLING_ID = re.compile(r"([\w-]{1,80}):sample:(\d{1,9})")
+PATH = re.compile(rf"tinker://([^/]+)/({'|'.join(KINDS)})/([\w.-]+)")
+Name = tuple[str, str, str]
+"""Of what a client has named: model id, kind, name."""
+NOT_FOUND = "does not exist on this server; it may have expired or been deleted"
+OF_KIND = {
+    TRAINING: "has no optimizer state: save_state makes one",
+    SAMPLER: "cannot be sampled: save_weights_for_sampler can",
+}
+
+
+class Saved(Struct):
+    """What a client has named: the trainer's state (`weights`), a policy version
+    (`sampler_weights`), or a copy of one to be downloaded (`external_weights`)."""
+
+    time: float
+    policy_version: int
+    expires: float | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class Storage:
+    """The files of a server."""
+
+    def __init__(self, run_dir: RunDir):
+        self.run_dir = run_dir
+        self.models, self.sampling = run_dir.root / "models", run_dir.root / "sampling"
+        self.sessions, self.base = run_dir.root / "sessions", run_dir.root / "base_adapter"
+
+    def model(self, model_id: str) -> RunDir:
+        """Returns the run directory of a model. Raises CallError for what is not the id of one."""
+        if not (match := MODEL_ID.fullmatch(model_id)):
+            raise CallError(f"{model_id!r} is not the id of a model: give SESSION:train:NUMBER")
+        root = self.models / f"{match[1]}-{match[2]}"
+        return RunDir(root, root / "weights")
+
+    def model_ids(self) -> list[str]:
+        """Returns the models that were made, the oldest first."""
+        logs = sorted(self.models.glob("*/calls.log"), key=lambda path: path.stat().st_ctime)
+        return [":train:".join(path.parent.name.rsplit("-", 1)) for path in logs]
+
+    def sampling_log(self, sampling_id: str) -> Path:
+        if not (match := SAMPLING_ID.fullmatch(sampling_id)):
+            raise CallError(f"{sampling_id!r} is not the id of a sampling session")
+        return self.sampling / f"{match[1]}-{match[2]}.log"
+
+    def sampling_logs(self, session: str = "*") -> dict[str, Path]:
+        """Returns the logs of the sampling sessions of a session, or of all, by their ids."""
+        logs = self.sampling.glob(f"{session}-*.log")
+        return {":sample:".join(path.stem.rsplit("-", 1)): path for path in logs}
+
+    def session(self, session_id: str) -> Path:
+        return self.sessions / f"{re.sub(r'[^0-9A-Za-z_-]', '', session_id)}.json"
+
+    # What clients have named ----------------------------------------------------------------------
+
+    def saved(self, name: Name) -> Path:
+        """Returns the folder of the state that has this name; its record is beside it."""
+        return self.model(name[0]).root / "saved" / name[1] / name[2]
+
+    def record(self, name: Name) -> Path:
+        """Returns the file that says of which version and until when something named is. No name
+        begins with a dot."""
+        folder = self.saved(name)
+        return folder.with_name(f".{folder.name}.json")
+
+    def write_saved(self, name: Name, saved: Saved) -> None:
+        write_file(self.record(name), msgspec.json.encode(saved))
+
+    def read_saved(self, name: Name) -> Saved | None:
+        """Returns the record of something named; None if there is none, or if it has expired,
+        and then deletes it."""
+        record = self.record(name)
+        if not record.is_file():
+            return None
+        saved = msgspec.json.decode(record.read_bytes(), type=Saved)
+        if saved.expires is None or saved.expires > time.time():
+            return saved
+        self.delete_saved(name)
+        return None
+
+    def delete_saved(self, name: Name) -> None:
+        self.record(name).unlink(missing_ok=True)
+        shutil.rmtree(self.saved(name), ignore_errors=True)
+
+    def all_saved(self, model_id: str) -> list[tuple[Name, Saved]]:
+        """Returns all that a model's client has named, the newest first."""
+        records = (self.model(model_id).root / "saved").glob("*/.*.json")
+        names = [(model_id, path.parent.name, path.name[1 : -len(".json")]) for path in records]
+        pairs = [(name, saved) for name in names if (saved := self.read_saved(name))]
+        return sorted(pairs, key=lambda pair: pair[1].time, reverse=True)
+
+    def find(self, path: str, kind: str = "") -> tuple[Name, Saved]:
+        """Returns what a client's path names. Raises CallError if there is nothing, or another
+        kind."""
+        if not (match := PATH.fullmatch(path)):
+            raise CallError(
+                f"{path!r} is not a path of this server: tinker://MODEL/{TRAINING}/NAME or "
+                f"tinker://MODEL/{SAMPLER}/NAME"
+            )
+        name = (match[1], match[2], match[3])
+        if (saved := self.read_saved(name)) is None:
+            raise CallError(f"{path} {NOT_FOUND}")
+        if kind and name[1] != kind:
+            raise CallError(f"{path} {OF_KIND[kind]}")
+        return name, saved
+
+
+def tinker_path(name: Name) -> str:
+    return f"tinker://{'/'.join(name)}"
+
+
+def new_saved(version: int, ttl_s: int | None, metadata: dict[str, str] | None = None) -> Saved:
+    now = time.time()
+    return Saved(now, version, now + ttl_s if ttl_s else None, metadata)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_file(path, json.dumps(content).encode())
