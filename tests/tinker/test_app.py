@@ -620,7 +620,6 @@ def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(
 def test_a_server_of_many_models_opens_the_files_of_few(tmp_path, monkeypatch):
     """It read every log at its start, and kept it open."""
     opened = []
-    monkeypatch.setattr("rl.tinker.training.MOST_OPEN", 8, raising=False)
 
     def open_files():
         return len(os.listdir("/proc/self/fd"))

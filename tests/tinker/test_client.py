@@ -22,8 +22,7 @@ from rl.run_dir.status import Phase, Status
 from rl.system.errors import RESTART, RunError
 from rl.tinker.client.datums import metrics_of, prepare
 from rl.tinker.client.inference import Sampler, make_app
-from rl.tinker.client.places import Place, read_place, write_version
-from rl.tinker.client.service import check, take_key
+from rl.tinker.client.service import Remote, check, read_remote, take_key, write_version
 from rl.tinker.client.trainer import RemoteTrainer
 from rl.tinker.codec import LOSSES, MESSAGE, loss_call
 from rl.trainer.adapters.learner import loss_settings
@@ -223,7 +222,7 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
         (3, 0.1, 1.0),
     ]
     assert numbers(run_dir.checkpoints) == [2, 3]
-    first = read_place(run_dir.weights(3))
+    first = read_remote(run_dir.weights(3))
     assert (
         first.path == f"tinker://{first.model_id}/sampler_weights/000003"
         and first.calls[1] - first.calls[0] == 1
@@ -251,7 +250,7 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
         6,
     ] and orchestrator.asked == [3, 4, 6]
     assert (
-        read_place(run_dir.weights(6)).model_id != first.model_id
+        read_remote(run_dir.weights(6)).model_id != first.model_id
         and content_id(run_dir.digests(3)) != before
     )
     kept = [
@@ -424,7 +423,7 @@ def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp
 
 def test_a_lost_session_is_made_again_and_a_lost_version_skipped(tmp_path, service, capsys):
     config = config_of(tmp_path, service.url)
-    write_version(config.run_dir, Place("tinker://x:train:0/sampler_weights/a", 3), lambda: None)
+    write_version(config.run_dir, Remote("tinker://x:train:0/sampler_weights/a", 3), lambda: None)
     sampler = Sampler(config, status := Status(config.run_dir.status("inference"), "inference"))
     sampler.begin()
     assert sampler.held.path is None and "skipping policy version 3" in capsys.readouterr().err

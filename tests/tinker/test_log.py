@@ -20,7 +20,6 @@ def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):
     path = tmp_path / "calls.log"
     log = CallLog(path)
     asyncio.run(fill(log))
-    log.close()
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
     again = CallLog(path)

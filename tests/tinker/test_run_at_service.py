@@ -12,7 +12,7 @@ import pytest
 
 from rl.config.stored import stored_config
 from rl.run_dir.status import Status
-from rl.tinker.client.places import read_place
+from rl.tinker.client.service import read_remote
 from rl.tinker.client.trainer import RemoteTrainer
 from rl.wire.batch_file import decode_batch
 from tests.ports import free_ports
@@ -172,7 +172,7 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
         again = config.model_copy(update={"name": "again", "output_dir": str(tmp_path)})
         with StubOrchestrator(again.run_dir, batches):
             RemoteTrainer(again, Status(again.run_dir.status("trainer"), "trainer")).train()
-        places = [read_place(one.run_dir.weights(STEPS)) for one in (config, again)]
+        places = [read_remote(one.run_dir.weights(STEPS)) for one in (config, again)]
         assert (
             places[0].model_id != places[1].model_id and places[0].step == places[1].step == STEPS
         )

@@ -26,9 +26,6 @@ from rl.run_dir.files import (
     write_all,
 )
 
-MOST_OPEN = 64
-"""Logs of models whose files are open, and as many of sampling sessions."""
-
 
 class ClientCall(msgspec.Struct, tag="call"):
     """A request."""
@@ -48,7 +45,8 @@ class CallAnswer(msgspec.Struct, tag="answer"):
 
 class CallLog:
     """The file, and the (offset, length) of each call and each answer in it. Opening it cuts off
-    what a killed process has left of a last record."""
+    what a killed process has left of a last record. The file is open only while it is used: a
+    server may have made thousands of models."""
 
     def __init__(self, path: Path):
         self.path, self.size = path, 0
@@ -60,29 +58,26 @@ class CallLog:
         self.writing = threading.Lock()
         is_new = not path.exists()
         make_directory(path.parent)
-        self.file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        if is_new:
-            fsync_path(path.parent)
-        try:
-            while payload := self._next():
+        with path.open("ab+", buffering=0) as file:
+            whole = os.fstat(file.fileno()).st_size
+            while payload := self._next(file.fileno(), whole):
                 record = msgspec.msgpack.decode(payload, type=ClientCall | CallAnswer)
                 self._note(record, len(payload))
-        except CorruptFileError:
-            self.close()
-            raise
-        os.ftruncate(self.file, self.size)
+            file.truncate(self.size)
+        if is_new:
+            fsync_path(path.parent)
 
-    def _next(self) -> bytes:
-        """Returns the record at the end of what was read; nothing if a killed process has left a
-        part of it. Raises CorruptFileError."""
-        whole, head = os.fstat(self.file).st_size, os.pread(self.file, HEADER.size, self.size)
+    def _next(self, file: int, whole: int) -> bytes:
+        """Returns the record at the end of what was read of `whole` bytes; nothing if a killed
+        process has left a part of it. Raises CorruptFileError."""
+        head = os.pread(file, HEADER.size, self.size)
         if len(head) < HEADER.size:
             return b""
         length, checksum = head_of_record(head, str(self.path))
         begin = self.size + HEADER.size
         if begin + length > whole:
             return b""
-        payload = os.pread(self.file, length, begin)
+        payload = os.pread(file, length, begin)
         if blake2b(payload) == checksum:
             return payload
         # an answer need not survive a power cut: it is computed again
@@ -101,11 +96,11 @@ class CallLog:
     def _write(self, record: ClientCall | CallAnswer) -> None:
         """Appends a record. Calls come from the event loop, answers from the trainer's thread."""
         payload = msgspec.msgpack.encode(record)
-        with self.writing:
+        with self.writing, self.path.open("ab", buffering=0) as file:
             try:
-                write_all(self.file, encode_record(payload), "calls")
+                write_all(file.fileno(), encode_record(payload), "calls")
             except OSError as error:
-                os.ftruncate(self.file, self.size)
+                file.truncate(self.size)
                 raise with_path(error, self.path) from None
             self._note(record, len(payload))
 
@@ -132,16 +127,15 @@ class CallLog:
     def sync(self) -> None:
         """Makes all answers durable."""
         size = self.size
-        os.fsync(self.file)
+        fsync_path(self.path)
         self.durable = max(self.durable, size)
 
     def call_of(self, number: int) -> ClientCall:
-        offset, length = self.calls[number]
-        return msgspec.msgpack.decode(os.pread(self.file, length, offset), type=ClientCall)
+        return msgspec.msgpack.decode(self._read(*self.calls[number]), type=ClientCall)
 
     def answer_of(self, number: int) -> CallAnswer:
-        offset, length = self.answers[number]
-        return msgspec.msgpack.decode(os.pread(self.file, length, offset), type=CallAnswer)
+        return msgspec.msgpack.decode(self._read(*self.answers[number]), type=CallAnswer)
 
-    def close(self) -> None:
-        os.close(self.file)
+    def _read(self, offset: int, length: int) -> bytes:
+        with self.path.open("rb", buffering=0) as file:
+            return os.pread(file.fileno(), length, offset)

@@ -44,7 +44,6 @@ def copy_calls(model: RunDir, to: Storage) -> int:
             if origin.saved(name).is_dir():
                 shutil.copytree(origin.saved(name), to.saved(name), dirs_exist_ok=True)
                 shutil.copyfile(origin.record(name), to.record(name))
-    log.close()
     if not versions:
         raise RunError(f"{root}: its client has made no step yet; there is nothing to compare with")
     return versions

@@ -23,7 +23,7 @@ from rl.run_dir.checksums import content_id
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.tinker.codec import STABLE_REINFORCE, sample_message
-from rl.tinker.log import MOST_OPEN, CallAnswer, CallLog, ClientCall
+from rl.tinker.log import CallAnswer, CallLog, ClientCall
 from rl.tinker.requests import CreateSamplingSession, Sample
 from rl.tinker.storage import SAMPLER, Storage
 from rl.tinker.training import encoded, wrong_base
@@ -144,8 +144,6 @@ class Session:
     def __init__(self, sampling_id: str, log: CallLog, target: Target):
         self.id, self.log, self.target = sampling_id, log, target
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.adding = 0
-        """Requests that are being written."""
 
 
 class SamplingSessions:
@@ -194,41 +192,35 @@ class SamplingSessions:
                 continue
 
     def _expire(self) -> None:
-        """Deletes the sessions that nobody has used for long. Looks once an hour."""
+        """Deletes the sessions that nobody has used for long, and forgets what is in memory of
+        idle ones. Looks once an hour."""
         if time.monotonic() < self.expire_at:
             return
         self.expire_at = time.monotonic() + IN_USE_S
         for sampling_id, path in self.storage.sampling_logs().items():
-            if time.time() - path.stat().st_mtime > EXPIRES_S:
-                if session := self.sessions.pop(sampling_id, None):
-                    session.log.close()
+            idle_s = time.time() - path.stat().st_mtime
+            session = self.sessions.get(sampling_id)
+            if idle_s > IN_USE_S and session and not session.tasks:
+                del self.sessions[sampling_id]
+            if idle_s > EXPIRES_S:
                 path.unlink()
 
     def find(self, sampling_id: str) -> Session:
         """Returns a session. Raises KeyError if there is none."""
-        if session := self.sessions.pop(sampling_id, None):
-            self.sessions[sampling_id] = session  # the newest is last
-            self.used[session.target] = time.time()
-            return session
         path = self.storage.sampling_log(sampling_id)
         if not path.is_file():
             raise KeyError(
                 f"sampling session {sampling_id} does not exist on this server, or has expired"
             )
-        log = CallLog(path)
-        if 0 not in log.calls:
-            log.close()
-            raise KeyError(f"sampling session {sampling_id} was never completely made")
-        return self._open(sampling_id, log, msgspec.json.decode(log.call_of(0).body, type=Target))
-
-    def _open(self, sampling_id: str, log: CallLog, target: Target) -> Session:
-        """Keeps a session in memory, and closes the files of the oldest that nobody waits for."""
-        self.used[target] = time.time()
-        sessions = self.sessions.values()
-        idle = [session for session in sessions if not (session.tasks or session.adding)]
-        for old in idle[: max(0, len(sessions) - MOST_OPEN)]:
-            self.sessions.pop(old.id).log.close()
-        return self.sessions.setdefault(sampling_id, Session(sampling_id, log, target))
+        if sampling_id not in self.sessions:
+            log = CallLog(path)
+            if 0 not in log.calls:
+                raise KeyError(f"sampling session {sampling_id} was never completely made")
+            target = msgspec.json.decode(log.call_of(0).body, type=Target)
+            self.sessions[sampling_id] = Session(sampling_id, log, target)
+        session = self.sessions[sampling_id]
+        self.used[session.target] = time.time()
+        return session
 
     async def create(self, sampling_id: str, target: Target) -> None:
         """Makes a session, unless it exists."""
@@ -237,12 +229,8 @@ class SamplingSessions:
             return
         self._expire()
         log = CallLog(self.storage.sampling_log(sampling_id))
-        try:
-            await log.add(ClientCall(0, "create_sampling_session", msgspec.json.encode(target)))
-        except OSError:
-            log.close()
-            raise
-        self._open(sampling_id, log, target)
+        await log.add(ClientCall(0, "create_sampling_session", msgspec.json.encode(target)))
+        self.find(sampling_id)
 
     def target(self, model_id: str, version: int) -> Target:
         """Returns a version of a model; its version 0, which no step has changed, is the base
@@ -270,11 +258,7 @@ class SamplingSessions:
         session, number = self.find(request.sampling_session_id), request.seq_id + 1
         if fault := self._fault(request):
             raise CallError(fault)
-        session.adding += 1
-        try:
-            await session.log.add(ClientCall(number, "asample", body))
-        finally:
-            session.adding -= 1
+        await session.log.add(ClientCall(number, "asample", body))
         self._start(session, number)
 
     def _fault(self, request: Sample) -> str:

@@ -27,7 +27,7 @@ from rl.run_dir.paths import numbered
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
 from rl.tinker import codec
-from rl.tinker.log import MOST_OPEN, CallAnswer, CallLog, ClientCall
+from rl.tinker.log import CallAnswer, CallLog, ClientCall
 from rl.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -80,19 +80,10 @@ class Model:
 
     @property
     def log(self) -> CallLog:
-        """The calls, whose file is read and stays open from the first use on: a server may have
-        made thousands of models."""
+        """The calls, which are read at their first use: a server may have made thousands of
+        models."""
         self._log = self._log or CallLog(self.run_dir.root / "calls.log")
         return self._log
-
-    def close(self) -> bool:
-        """Closes the file and returns True, unless it is in use."""
-        if self.queued or (self._log and self._log.syncing):
-            return False
-        if self._log:
-            self._log.close()
-        self._log = None
-        return True
 
     @property
     def next(self) -> int | None:
@@ -103,10 +94,8 @@ class Model:
     @property
     def settings(self) -> dict[str, Any]:
         """What the model was made with: base_model, lora_rank, user_metadata."""
-        if (path := self.run_dir.root / "made.json").exists():
-            return json.loads(path.read_bytes())
-        answers = self.log.answers
-        return json.loads(self.log.answer_of(0).body).get("made", {}) if 0 in answers else {}
+        path = self.run_dir.root / "made.json"
+        return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 class Training:
@@ -117,8 +106,6 @@ class Training:
         self.config, self.serve, self.storage = config, config.serve, storage
         self.learner, self.name = learner, config.serve.alias or config.model.name
         self.models = {model_id: Model(model_id, storage) for model_id in storage.model_ids()}
-        self.asked: dict[str, Model] = {}
-        """Those whose files may be open; the one that was asked for last is last."""
         self.ready: asyncio.Queue[Model] = asyncio.Queue()
         self.thread = ThreadPoolExecutor(1, "trainer")
         self.actions: dict[str, Callable[[Model, ClientCall, bool], Content]] = {
@@ -130,7 +117,7 @@ class Training:
             "save_weights_for_sampler": self._save_for_sampler,
             "save_weights_external": self._save_external,
         }
-        self.steps: dict[str, tuple[MetricsLog, Merger]] = {}
+        self.mergers: dict[str, Merger] = {}
         self.sampled: Callable[[str], set[int]] = lambda model_id: set()
         """Returns the versions of a model that sessions sample from."""
 
@@ -139,11 +126,6 @@ class Training:
     def find(self, model_id: str) -> Model:
         if model_id not in self.models:
             raise KeyError(f"model {model_id} does not exist on this server")
-        self.asked.pop(model_id, None)
-        self.asked[model_id] = self.models[model_id]
-        for old in list(self.asked.values())[:-MOST_OPEN]:
-            if old.close():
-                del self.asked[old.id]
         return self.models[model_id]
 
     async def add(self, model_id: str, number: int, kind: str, body: bytes) -> None:
@@ -165,7 +147,7 @@ class Training:
         self._queue(model)
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
-                while number not in self.find(model_id).log.answers:
+                while number not in model.log.answers:
                     await model.changed.wait()
         return model.log.answer_of(number) if number in model.log.answers else None
 
@@ -393,14 +375,10 @@ class Training:
         return {"metrics": {"unclipped_grad_l2:mean": norm, "policy_version:max": model.version}}
 
     def _note_step(self, model: Model, metrics: dict[str, float]) -> None:
-        if model.id not in self.steps:
-            for old in list(self.steps)[: 1 - MOST_OPEN]:
-                os.close(self.steps.pop(old)[0].file)
-            path = model.run_dir.metrics
-            self.steps[model.id] = (MetricsLog(path, "trainer"), Merger(path))
-        log, merger = self.steps[model.id]
+        log = MetricsLog(model.run_dir.metrics, "trainer")
         log.write(model.version, metrics)
-        merger.merge()
+        os.close(log.file)
+        self.mergers.setdefault(model.id, Merger(model.run_dir.metrics)).merge()
 
     def _save(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, SaveWeights)

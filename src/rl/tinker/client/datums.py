@@ -25,7 +25,7 @@ QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 
 @dataclass
-class Prepared:
+class ServiceBatch:
     """A batch for the API, and what its N trained tokens have in common with the answer."""
 
     loss_fn: tinker.types.LossFnType
@@ -44,28 +44,20 @@ class Prepared:
     num_tokens: int
 
 
-def prepare(batch: TrainBatch, config: RLConfig) -> Prepared:
+def prepare(batch: TrainBatch, config: RLConfig) -> ServiceBatch:
     """Returns a batch as data. Samples without a trained token are left out."""
     loss = config.trainer.loss
     name, settings = service_loss(loss) or ("", {})  # the configuration was checked
     constant_length = loss.constant_length or config.orchestrator.sampling.max_tokens
     weights = loss.sample_weights([sample.num_trained for sample in batch.samples], constant_length)
-    used = [
-        (sample, weight)
-        for sample, weight in zip(batch.samples, weights, strict=True)
-        if sample.spans
-    ]
-    samples = [sample for sample, _ in used]
-    masks = [mask_of(sample) for sample in samples]
-    data = [
-        datum(sample, weight, mask, name)
-        for (sample, weight), mask in zip(used, masks, strict=True)
-    ]
-    return Prepared(
+    pairs = list(zip(batch.samples, weights, strict=True))
+    data = [datum(sample, weight, name) for sample, weight in pairs if sample.spans]
+    samples = [sample for sample in batch.samples if sample.spans]
+    return ServiceBatch(
         cast(tinker.types.LossFnType, name),
         settings,
         data,
-        masks,
+        [mask_of(sample) for sample in samples],
         np.concatenate([sample.logprobs for sample in samples]),
         np.concatenate([sample.advantages for sample in samples]),
         np.concatenate([sample.versions for sample in samples]) == batch.step - 1,
@@ -81,71 +73,66 @@ def mask_of(sample: TrainingSample) -> np.ndarray:
     return mask
 
 
-def datum(sample: TrainingSample, weight: float, mask: np.ndarray, loss_fn: str) -> tinker.Datum:
-    """Returns a sample for a loss of the API. `mask`: its targets that are trained."""
+def datum(sample: TrainingSample, weight: float, loss_fn: str) -> tinker.Datum:
+    """Returns a sample for a loss of the API."""
+    mask = mask_of(sample)
     ids = sample.token_ids[: len(mask) + 1].astype(np.int64)
-    advantages, logprobs = np.zeros(len(mask)), np.zeros(len(mask))
+    advantages, logprobs = np.zeros(len(mask), np.float32), np.zeros(len(mask), np.float32)
     advantages[mask] = sample.by_span("advantage", "float64") * weight
     logprobs[mask] = np.maximum(sample.logprobs, LOWEST)
-    inputs = {"target_tokens": ids[1:]}
+    inputs: dict[str, np.ndarray] = {"target_tokens": ids[1:]}
     if loss_fn == "cross_entropy":
-        inputs["weights"] = advantages.astype(np.float32)
+        inputs["weights"] = advantages
     else:
-        inputs["advantages"] = advantages.astype(np.float32)
-        inputs["logprobs"] = logprobs.astype(np.float32)
+        inputs |= {"advantages": advantages, "logprobs": logprobs}
     if loss_fn == "gspo":
         inputs["sequence_ratio_mask"] = mask.astype(np.float32)
     tensors = {key: tinker.TensorData.from_numpy(value) for key, value in inputs.items()}
-    return tinker.Datum(
-        model_input=tinker.ModelInput.from_ints(ids[:-1].tolist()), loss_fn_inputs=tensors
-    )
+    prompt = tinker.ModelInput.from_ints(ids[:-1].tolist())
+    return tinker.Datum(model_input=prompt, loss_fn_inputs=tensors)
 
 
-def metrics_of(batch: Prepared, output: tinker.ForwardBackwardOutput) -> dict[str, float]:
+def metrics_of(batch: ServiceBatch, output: tinker.ForwardBackwardOutput) -> dict[str, float]:
     """Returns the metrics of an answer: the loss, and the agreement of trainer and sampler, of
     all tokens and of each environment's."""
-    found = [
-        one["logprobs"].to_numpy().reshape(-1)[mask]
-        for one, mask in zip(output.loss_fn_outputs, batch.masks, strict=True)
+    trained = [
+        record["logprobs"].to_numpy().reshape(-1)[mask]
+        for record, mask in zip(output.loss_fn_outputs, batch.masks, strict=True)
     ]
-    log_ratio = np.clip(
-        np.concatenate(found).astype(np.float64) - batch.logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO
-    )
+    difference = np.concatenate(trained).astype(np.float64) - batch.logprobs
+    log_ratio = np.clip(difference, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     metrics = {"loss/mean": output.metrics["loss:sum"]} if "loss:sum" in output.metrics else {}
+    clipped = None
+    if batch.loss_fn == "ppo":
+        low, high = (math.log(x) if x else -math.inf for x in batch.loss_fn_config.values())
+        too_low = (batch.advantages < 0) & (log_ratio < low)
+        clipped = np.where(batch.advantages > 0, log_ratio > high, too_low)
     for env in ("", *sorted({*batch.envs.tolist()})):
-        of = np.full(len(log_ratio), True) if not env else batch.envs == env
+        of = batch.envs == env if env else np.full(len(log_ratio), True)
         metrics |= agreement(f"{env}/" if env else "", log_ratio[of], batch.fresh[of])
-        if batch.loss_fn == "ppo":
-            low, high = (
-                math.log(bound) if bound else -math.inf for bound in batch.loss_fn_config.values()
-            )
-            clipped = np.where(
-                batch.advantages > 0, log_ratio > high, (batch.advantages < 0) & (log_ratio < low)
-            )
+        if clipped is not None:
             metrics[f"masked_fraction/{env}".rstrip("/")] = float(clipped[of].mean())
-    fresh = np.abs(log_ratio[batch.fresh])
+    fresh = log_ratio[batch.fresh]
     metrics["parity/tokens"] = len(fresh)
     if len(fresh):
-        metrics |= {"mismatch_kl/max": float(k3(log_ratio[batch.fresh]).max())}
         metrics |= {
-            "parity/mean": float(fresh.mean()),
-            "parity/max": float(fresh.max()),
-            "parity/kl": float(k3(log_ratio[batch.fresh]).mean()),
+            "mismatch_kl/max": float(k3(fresh).max()),
+            "parity/mean": float(np.abs(fresh).mean()),
+            "parity/max": float(np.abs(fresh).max()),
+            "parity/kl": float(k3(fresh).mean()),
         }
     return metrics
 
 
 def agreement(inner: str, log_ratio: np.ndarray, fresh: np.ndarray) -> dict[str, float]:
     """Returns the metrics of log r [N]; `inner` is part of their names."""
-    found = {f"ratio/{inner}mean": float(np.exp(log_ratio).mean())}
-    found |= {
-        f"ratio/{inner}{name}": float(np.exp(np.quantile(log_ratio, q)))
-        for name, q in QUANTILES.items()
-    }
-    parts = {"mismatch_kl": log_ratio[fresh], "lag_kl": log_ratio[~fresh]}
-    return found | {
-        f"{name}/{inner}mean": float(k3(part).mean()) for name, part in parts.items() if len(part)
-    }
+    metrics = {f"ratio/{inner}mean": float(np.exp(log_ratio).mean())}
+    for name, q in QUANTILES.items():
+        metrics[f"ratio/{inner}{name}"] = float(np.exp(np.quantile(log_ratio, q)))
+    for name, of in (("mismatch_kl", fresh), ("lag_kl", ~fresh)):
+        if of.any():
+            metrics[f"{name}/{inner}mean"] = float(k3(log_ratio[of]).mean())
+    return metrics
 
 
 def k3(log_ratio: np.ndarray) -> np.ndarray:

@@ -28,7 +28,6 @@ from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
 from rl.system.linux import bind
-from rl.tinker.client.places import sound_version
 from rl.tinker.client.service import (
     ERRORS,
     answered,
@@ -36,6 +35,7 @@ from rl.tinker.client.service import (
     base_model,
     is_refusal,
     main,
+    sound_version,
     url_of,
     wait_for_service,
 )
@@ -89,20 +89,17 @@ class Sampler:
 
     def open(self, number: int, content: str, path: str | None) -> Held:
         """Makes a session at the service for a version. Raises RunError. Waits for: the service."""
-        name = base_model(self.config)
+        name, url = base_model(self.config), url_of(self.config)
         try:
             with asking(self.config, f"sample from {path or name}"):
                 self.service = self.service or tinker.ServiceClient(
-                    {"run": self.config.name}, base_url=url_of(self.config)
+                    {"run": self.config.name}, base_url=url
                 )
-                client = answered(
-                    self.service.create_sampling_client(path, None if path else name),
-                    self.timeout_s,
-                )
+                request = self.service.create_sampling_client(path, None if path else name)
+                return Held(number, content, path, answered(request, self.timeout_s))
         except RunError:
             self.service = None  # its session may be at fault
             raise
-        return Held(number, content, path, client)
 
     def begin(self) -> None:
         """Holds the newest version that is whole, here and at the service, or the base model.
@@ -111,23 +108,19 @@ class Sampler:
         for number, folder in reversed(numbered(run_dir.weights_dir).items()):
             self.status.enter(Phase.LOADING_MODEL, policy_version=number)
             try:
-                self.held = self.open(
-                    number, content_id(run_dir.digests(number)), sound_version(folder).path
-                )
+                content = content_id(run_dir.digests(number))
+                self.held = self.open(number, content, sound_version(folder).path)
                 return
             except RunError as error:
-                print(
-                    f"inference: WARNING: skipping policy version {number}: {error}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = f"inference: WARNING: skipping policy version {number}: {error}"
+                print(text, file=sys.stderr, flush=True)
         self.held = self.open(0, "", None)
 
     async def load(self, asked: LoadWeightsRequest) -> None:
         """Samples from a version on disk from now on. Raises RunError."""
-        place = sound_version(Path(asked.path))
+        path = sound_version(Path(asked.path)).path
         async with self.opening:
-            self.held = await self._opened(asked.policy_version, asked.content, place.path)
+            self.held = await self._opened(asked.policy_version, asked.content, path)
 
     async def generate(self, asked: GenerateRequest) -> Turn:
         """Waits for: the service. Raises BadRequestError, and RunError if there is no answer."""
@@ -152,58 +145,45 @@ class Sampler:
         answers = self.together.pop(key)
         self.num_running += len(answers)
         try:
-            found = await self._sample(held, asked, len(answers))
+            turns = await self._sample(held, asked, len(answers))
+            for answer, turn in zip(answers, turns, strict=True):
+                answer.set_result(turn)
         except (BadRequestError, RunError) as error:
             for answer in answers:
                 answer.set_exception(error)
-        else:
-            for answer, one in zip(answers, found, strict=True):
-                answer.set_result(one)
         finally:
             self.num_running -= len(answers)
             for answer in answers:
                 answer.cancel()  # those without one, which then ask again
 
     async def _sample(self, held: Held, asked: GenerateRequest, count: int) -> list[Turn]:
-        prompt, params = (
-            tinker.ModelInput.from_ints(asked.token_ids),
-            sampling_params(asked.sampling),
-        )
+        prompt = tinker.ModelInput.from_ints(asked.token_ids)
+        params = sampling_params(asked.sampling)
         try:
             with asking(self.config, "sample"):
                 try:
                     async with asyncio.timeout(self.timeout_s):
-                        request = held.client.sample(prompt, count, params)
-                        # an older SDK's
-                        answer = await (
-                            request
-                            if hasattr(request, "__await__")
-                            else asyncio.wrap_future(request)
-                        )
+                        request: Any = held.client.sample(prompt, count, params)
+                        if not hasattr(request, "__await__"):  # an older SDK's
+                            request = asyncio.wrap_future(request)
+                        answer = await request
                 except ERRORS as error:
                     if is_refusal(error):
-                        raise BadRequestError(
-                            f"{url_of(self.config)} refuses to sample: {error}"
-                        ) from None
+                        url = url_of(self.config)
+                        raise BadRequestError(f"{url} refuses to sample: {error}") from None
                     raise
         except RunError as error:
             if time.monotonic() - self.warned_at > WARN_S:
                 self.warned_at = time.monotonic()
-                self.status.warn(
-                    RunWarning("service", "", f"{error}; it is asked again until it does")
-                )
-            await self._open_again(held)
+                text = f"{error}; it is asked again until it does"
+                self.status.warn(RunWarning("service", "", text))
+            async with self.opening:
+                if self.held is held:  # it gets a new session, unless it has one
+                    self.service = None
+                    self.held = await self._opened(held.number, held.content, held.path)
             raise
-        self.status.advance(sum(len(one.tokens) for one in answer.sequences))
-        return [generation(one, held.number) for one in answer.sequences]
-
-    async def _open_again(self, held: Held) -> None:
-        """Makes a new session for a version that did not answer, unless that has been done.
-        Raises RunError."""
-        async with self.opening:
-            if self.held is held:
-                self.service = None
-                self.held = await self._opened(held.number, held.content, held.path)
+        self.status.advance(sum(len(sequence.tokens) for sequence in answer.sequences))
+        return [turn_of(sequence, held.number) for sequence in answer.sequences]
 
     async def _opened(self, number: int, content: str, path: str | None) -> Held:
         """Returns `open` of a version. Raises RunError, also after `timeout_s`: an older SDK has
@@ -234,7 +214,7 @@ def sampling_params(sampling: Sampling) -> tinker.SamplingParams:
     )
 
 
-def generation(sampled: tinker.SampledSequence, version: int) -> Turn:
+def turn_of(sampled: tinker.SampledSequence, version: int) -> Turn:
     """Returns a sampled sequence as an answer. Raises RunError for one that is none."""
     try:
         return Turn(
@@ -247,70 +227,54 @@ def generation(sampled: tinker.SampledSequence, version: int) -> Turn:
         raise RunError(f"the service's answer cannot be trained: {error}") from error
 
 
-class Api:
-    """The endpoints that the orchestrator and its workers ask, as those of our own inference."""
+def make_app(sampler: Sampler, config: RLConfig, token: str) -> Gate:
+    """Returns the endpoints that the orchestrator and its workers ask, as those of our own
+    inference."""
+    limit = config.model.max_model_len
 
-    def __init__(self, sampler: Sampler, config: RLConfig):
-        self.sampler, self.model = sampler, config.model
-
-    async def generate(self, request: Request) -> Response:
+    async def generate(request: Request) -> Response:
         try:
             body = msgspec.json.decode(await request.body(), type=GenerateRequest)
-            if len(body.token_ids) >= self.model.max_model_len:
-                size, limit = len(body.token_ids), self.model.max_model_len
+            if (size := len(body.token_ids)) >= limit:
                 message = (
                     f"the prompt has {size} tokens; model.max_model_len = {limit} must hold "
                     "prompt and answer together"
                 )
                 return refusal(400, "prompt_too_long", message)
-            turn = await self.sampler.generate(body)
-            return Response(msgspec.msgpack.encode(turn), media_type="application/msgpack")
+            answer = await sampler.generate(body)
+            return Response(msgspec.msgpack.encode(answer), media_type="application/msgpack")
         except (*UNREADABLE, BadRequestError) as error:
             return refusal(400, "bad_request", str(error))
         except RunError as error:
             return refusal(503, "away", str(error))
 
-    async def load_weights(self, request: Request) -> Response:
+    async def load_weights(request: Request) -> Response:
         try:
             asked = msgspec.json.decode(await request.body(), type=LoadWeightsRequest)
-            await self.sampler.load(asked)
+            await sampler.load(asked)
         except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
         except CorruptFileError as error:
-            return refusal(
-                422 if Path(asked.path).exists() else 404,
-                "bad_weights",
-                str(error),
-                policy_version=self.sampler.held.number,
-            )
+            code, version = 422 if Path(asked.path).exists() else 404, sampler.held.number
+            return refusal(code, "bad_weights", str(error), policy_version=version)
         except RunError as error:
             return refusal(503, "away", str(error))
-        return reply(self._held())
+        return await status(request)
 
-    async def status(self, request: Request) -> Response:
-        return reply(self._held())
-
-    def _held(self) -> HeldVersion:
-        held = self.sampler.held
-        return HeldVersion(
-            held.number,
-            content=held.content,
-            served_model=self.model.name,
-            max_model_len=self.model.max_model_len,
+    async def status(request: Request) -> Response:
+        held = HeldVersion(
+            sampler.held.number,
+            content=sampler.held.content,
+            served_model=config.model.name,
+            max_model_len=limit,
             protocol=PROTOCOL,
         )
+        return Response(msgspec.json.encode(held), media_type="application/json")
 
-
-def reply(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
-
-
-def make_app(sampler: Sampler, config: RLConfig, token: str) -> Gate:
-    api = Api(sampler, config)
     routes = [
-        Route("/generate", api.generate, methods=["POST"]),
-        Route("/load_weights", api.load_weights, methods=["POST"]),
-        Route("/status", api.status),
+        Route("/generate", generate, methods=["POST"]),
+        Route("/load_weights", load_weights, methods=["POST"]),
+        Route("/status", status),
     ]
     return Gate(Starlette(routes=routes), token, loopback=is_loopback(config.inference.host))
 
@@ -325,13 +289,8 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
 
 
 def run(config: RLConfig, status: Status) -> None:
-    settings = config.inference
-    sock = bind(settings.host, settings.port, "inference.port")
-    wait_for_service(
-        config,
-        config.tinker.answer_timeout_s,
-        lambda what: status.enter(Phase.WAITING_FOR_SERVICE, detail=what),
-    )
+    sock = bind(config.inference.host, config.inference.port, "inference.port")
+    wait_for_service(config, status)
     asyncio.run(serve(config, status, sock))
 
 

@@ -24,24 +24,22 @@ from rl.run_dir.paths import numbers
 from rl.run_dir.status import Phase, Status
 from rl.system import faults
 from rl.system.errors import GIVE_UP, RunError
-from rl.tinker.client.datums import Prepared, metrics_of, prepare
-from rl.tinker.client.places import (
-    Place,
-    RemoteRetention,
-    read_place,
-    sound_version,
-    write_checkpoint,
-    write_version,
-)
+from rl.tinker.client.datums import ServiceBatch, metrics_of, prepare
 from rl.tinker.client.service import (
+    Remote,
+    RemoteRetention,
     answered,
     asking,
     base_model,
     main,
     problem_of,
+    read_remote,
     rest_client,
+    sound_version,
     url_of,
     wait_for_service,
+    write_checkpoint,
+    write_version,
 )
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
@@ -58,26 +56,21 @@ class RemoteTrainer:
     """Trains the batches of a run at a service."""
 
     def __init__(self, config: RLConfig, status: Status):
-        self.config, self.status, self.run_dir, self.settings = (
-            config,
-            status,
-            config.run_dir,
-            config.trainer,
-        )
+        self.config, self.status, self.settings = config, status, config.trainer
+        self.run_dir, self.url = config.run_dir, url_of(config)
         self.timeout_s = config.tinker.answer_timeout_s
         self.wait = Wait(self.settings.batch_timeout_s, status.enter)
         self.orchestrator = OrchestratorClient(self.run_dir)
         self.fence = partial(check_fence, self.run_dir.lock("trainer"))
         self.metrics = MetricsLog(self.run_dir.metrics, "trainer", self.fence)
-        self.rest = rest_client(url_of(config))
-        self.versions, self.checkpoints = (
-            RemoteRetention(folder, ("",), kept.keep_last, kept.keep_every)
-            for folder, kept in (
-                (self.run_dir.weights_dir, self.settings.weights),
-                (self.run_dir.checkpoints, self.settings.checkpoint),
-            )
+        weights, checkpoint = self.settings.weights, self.settings.checkpoint
+        self.versions = RemoteRetention(
+            self.run_dir.weights_dir, ("",), weights.keep_last, weights.keep_every
         )
-        self.versions.rest = self.checkpoints.rest = self.rest
+        self.checkpoints = RemoteRetention(
+            self.run_dir.checkpoints, ("",), checkpoint.keep_last, checkpoint.keep_every
+        )
+        self.rest = self.versions.rest = self.checkpoints.rest = rest_client(self.url)
         self.step = self.saved = 0
         """The number of batches trained, and that of the newest checkpoint."""
         self.saved_at, self.cost_s = time.monotonic(), 0.0
@@ -90,22 +83,22 @@ class RemoteTrainer:
     def _model(self) -> tinker.TrainingClient:
         """Makes a model at the service: from the newest checkpoint, or new adapters of the base
         model."""
-        if step := max(numbers(self.run_dir.checkpoints), default=0):
-            verify_checkpoint(self.run_dir.checkpoint(step))
-        service = tinker.ServiceClient({"run": self.config.name}, base_url=url_of(self.config))
+        step = self.step = self.saved = max(numbers(self.run_dir.checkpoints), default=0)
+        folder = self.run_dir.checkpoint(step)
         if step:
-            path = read_place(self.run_dir.checkpoint(step)).path
-            self.step = self.saved = step
+            verify_checkpoint(folder)
+        service = tinker.ServiceClient({"run": self.config.name}, base_url=self.url)
+        if step:
+            path = read_remote(folder).path
             remedy = "if it is gone there, resume the run at another step: --resume N"
-            with asking(self.config, f"load {path} of checkpoint {step}", GIVE_UP, remedy=remedy):
-                return answered(
-                    service.create_training_client_from_state_with_optimizer(path), self.timeout_s
-                )
-        rank, name = self.config.tinker.lora_rank, base_model(self.config)
-        with asking(self.config, f"make adapters of rank {rank} of {name}", GIVE_UP):
-            return answered(
-                service.create_lora_training_client(name, rank, self.config.seed), self.timeout_s
-            )
+            request = partial(service.create_training_client_from_state_with_optimizer, path)
+            what = f"load {path} of checkpoint {step}"
+        else:
+            rank, name, remedy = self.config.tinker.lora_rank, base_model(self.config), ""
+            request = partial(service.create_lora_training_client, name, rank, self.config.seed)
+            what = f"make adapters of rank {rank} of {name}"
+        with asking(self.config, what, GIVE_UP, remedy=remedy):
+            return answered(request(), self.timeout_s)
 
     # The loop -------------------------------------------------------------------------------------
 
@@ -117,21 +110,20 @@ class RemoteTrainer:
         for step in range(self.step + 1, self.config.max_steps + 1):
             began, metrics, tokens, self.calls = time.monotonic(), {"quarantined": 1.0}, 0, (0, 0)
             if step not in quarantined:
-                batch = self.receive(step)
-                if batch is None:
+                if (batch := self.receive(step)) is None:
                     break
                 waited, tokens = time.monotonic() - began, batch.num_tokens
                 metrics = self.train_batch(step, batch) | {"time/wait_for_batch": waited}
             self.step = step
             metrics |= self.publish() | self.save_if_due()
-            metrics["time/step"] = time.monotonic() - began
+            took = metrics["time/step"] = time.monotonic() - began
             if tokens:
-                metrics["perf/tokens_per_s"] = tokens / metrics["time/step"]
+                metrics["perf/tokens_per_s"] = tokens / took
             self.metrics.write(step, metrics)
         if self.step > self.saved:
             self.save()
 
-    def receive(self, step: int) -> Prepared | None:
+    def receive(self, step: int) -> ServiceBatch | None:
         """Returns the batch of `step`, None if the run has ended. Waits for: the orchestrator."""
         with self.wait:
             answer = self.orchestrator.get_batch(step, self.wait)
@@ -147,7 +139,7 @@ class RemoteTrainer:
             )
         return prepare(batch, self.config)
 
-    def train_batch(self, step: int, batch: Prepared) -> dict[str, float]:
+    def train_batch(self, step: int, batch: ServiceBatch) -> dict[str, float]:
         """Has the service train one step, and returns its metrics. Waits for: the service."""
         self.status.enter(Phase.TRAINING, step)
         optim, since, first = self.settings.optim, time.monotonic(), self.num_calls + 1
@@ -163,10 +155,8 @@ class RemoteTrainer:
         with self.asking(f"train batch {step}"), spans.span("train_batch", "service", step):
             # All are sent before the first is answered, so that the service need not wait for us
             # between them.
-            passes, update = (
-                self.model.forward_backward(batch.data, batch.loss_fn, batch.loss_fn_config),
-                self.model.optim_step(adam),
-            )
+            passes = self.model.forward_backward(batch.data, batch.loss_fn, batch.loss_fn_config)
+            update = self.model.optim_step(adam)
             self.calls = (first, self.num_calls)
             self.keeping = self._keep(step)
             output = self.result(passes)
@@ -174,16 +164,15 @@ class RemoteTrainer:
             halfway = time.monotonic()
             answer = self.result(update).metrics or {}
         faults.point("remote.trained")
-        found = (
-            {"optim/grad_norm": answer["unclipped_grad_l2:mean"]}
-            if "unclipped_grad_l2:mean" in answer
-            else {}
-        )
-        found |= {
+        metrics = metrics_of(batch, output) | {
             "time/forward_backward": halfway - since,
             "time/optimizer": time.monotonic() - halfway,
+            "optim/lr": lr,
+            "optim/steps": 1.0,
         }
-        return metrics_of(batch, output) | found | {"optim/lr": lr, "optim/steps": 1.0}
+        if "unclipped_grad_l2:mean" in answer:
+            metrics["optim/grad_norm"] = answer["unclipped_grad_l2:mean"]
+        return metrics
 
     @property
     def num_calls(self) -> int:
@@ -195,20 +184,15 @@ class RemoteTrainer:
         Raises TimeoutError at the deadline."""
         phase, step = self.status.current.phase or Phase.TRAINING, self.status.current.step
         deadline = time.monotonic() + self.timeout_s
-        while True:
-            left_s = deadline - time.monotonic()
-            if request.future().done() or left_s <= 0:
-                break
+        while not request.future().done() and (left_s := deadline - time.monotonic()) > 0:
             with suppress(TimeoutError):
                 request.result(min(LOOK_S, left_s))
                 break
-            problem = problem_of(url_of(self.config))
-            where = (
-                (Phase.WAITING_FOR_SERVICE, step, f"{url_of(self.config)} to answer ({problem})")
-                if problem
-                else (phase, step)
-            )
-            self.status.enter(*where)
+            if problem := problem_of(self.url):
+                away = f"{self.url} to answer ({problem})"
+                self.status.enter(Phase.WAITING_FOR_SERVICE, step, away)
+            else:
+                self.status.enter(phase, step)
         answer = request.result(0)
         self.status.enter(phase, step)
         return answer
@@ -216,11 +200,8 @@ class RemoteTrainer:
     def asking(self, what: str) -> AbstractContextManager[None]:
         """A context for requests during training. The last status must not say "training" when
         the service is away: the batch would be blamed."""
-        return asking(
-            self.config,
-            what,
-            away=lambda text: self.status.enter(Phase.WAITING_FOR_SERVICE, detail=text),
-        )
+        away = partial(self.status.enter, Phase.WAITING_FOR_SERVICE, None)
+        return asking(self.config, what, away=away)
 
     # Versions and states --------------------------------------------------------------------------
 
@@ -229,49 +210,44 @@ class RemoteTrainer:
         `again`: not if a version of the checkpoint's very state is on disk. Waits for: the
         service, the orchestrator."""
         since, step = time.monotonic(), self.step
+        folder = self.run_dir.weights(step)
         self.status.enter(Phase.PUBLISHING, step)
-        if not (again and self._is_there(step)):
+        if not (again and self._is_sound(step)):
             with self.asking(f"keep version {step}"):
                 path = self.result(self.keeping or self._keep(step)).path
             self.keeping = None
-            write_version(
-                self.run_dir, Place(path, step, self.model.model_id, self.calls), self.fence
-            )
+            remote = Remote(path, step, self.model.model_id, self.calls)
+            write_version(self.run_dir, remote, self.fence)
         with self.wait:
-            needed = self.orchestrator.published(
-                WeightVersion(step, str(self.run_dir.weights(step).absolute())), self.wait
-            )
+            version = WeightVersion(step, str(folder.absolute()))
+            needed = self.orchestrator.published(version, self.wait)
         took = time.monotonic() - since
         if needed:
-            self.versions.delete_old(
-                step, {*needed.keep, self.saved, first_step(self.run_dir)}, needed.oldest_needed
-            )
+            keep = {*needed.keep, self.saved, first_step(self.run_dir)}
+            self.versions.delete_old(step, keep, needed.oldest_needed)
         return {"time/publish_weights": took, "time/publish_latency": took}
 
     def _keep(self, step: int) -> tinker.APIFuture:
         return self.model.save_weights_for_sampler(f"{step:06d}")
 
-    def _is_there(self, step: int) -> bool:
-        try:
+    def _is_sound(self, step: int) -> bool:
+        with suppress(CorruptFileError):
             return bool(sound_version(self.run_dir.weights(step)).path)
-        except CorruptFileError:
-            return False
+        return False
 
     def save_if_due(self) -> dict[str, float]:
         """Has the service keep the state of this step if a checkpoint is due; returns its
         metrics."""
-        settings = self.settings.checkpoint
-        pause_s = max(settings.interval_s, PAUSE * self.cost_s)
-        due = (
-            self.step % settings.interval == 0
-            if settings.interval
-            else time.monotonic() - self.saved_at >= pause_s
-        )
+        settings, since = self.settings.checkpoint, time.monotonic()
+        if settings.interval:
+            due = self.step % settings.interval == 0
+        else:
+            due = since - self.saved_at >= max(settings.interval_s, PAUSE * self.cost_s)
         if not due and self.step < self.config.max_steps:
             return {}
-        since = time.monotonic()
         self.save()
-        self.saved_at, self.cost_s = time.monotonic(), time.monotonic() - since
+        self.saved_at = time.monotonic()
+        self.cost_s = self.saved_at - since
         return {"time/checkpoint": self.cost_s, "time/checkpoint_cost": self.cost_s}
 
     def save(self) -> None:
@@ -280,12 +256,8 @@ class RemoteTrainer:
         self.status.enter(Phase.CHECKPOINTING, step)
         with self.asking(f"keep the state of step {step}"):
             path = self.result(self.model.save_state(f"{step:06d}")).path
-        write_checkpoint(
-            self.run_dir,
-            Place(path, step, self.model.model_id),
-            base_model(self.config),
-            self.fence,
-        )
+        remote = Remote(path, step, self.model.model_id)
+        write_checkpoint(self.run_dir, remote, base_model(self.config), self.fence)
         self.saved = step
         self.checkpoints.delete_old(step, {first_step(self.run_dir)})
 
@@ -293,11 +265,7 @@ class RemoteTrainer:
 def run(config: RLConfig, status: Status) -> None:
     run_dir = config.run_dir
     clean_leftovers(run_dir.weights_dir, run_dir.checkpoints, run_dir.digests_dir, ours="")
-    wait_for_service(
-        config,
-        config.tinker.answer_timeout_s,
-        lambda what: status.enter(Phase.WAITING_FOR_SERVICE, detail=what),
-    )
+    wait_for_service(config, status)
     status.enter(Phase.LOADING_MODEL)
     RemoteTrainer(config, status).train()
 
