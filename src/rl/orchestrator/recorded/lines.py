@@ -35,7 +35,7 @@ class RecordedTurn(msgspec.Struct, kw_only=True):
     routes: bytes = b""
 
 
-class Line(msgspec.Struct, kw_only=True):
+class RecordedLine(msgspec.Struct, kw_only=True):
     """One rollout."""
 
     reward: float | None
@@ -94,15 +94,15 @@ class Line(msgspec.Struct, kw_only=True):
         return self.turns[0].prompt_ids if self.turns else None
 
 
-def parse(row: dict[str, Any], where: str) -> Line:
+def parse(row: dict[str, Any], where: str) -> RecordedLine:
     """Returns a line's fields. Raises RunError that names the field."""
     if "rollout_id" in row:  # of a run's own rollouts
         row = {"sample": row.get("episode")} | row
     try:
-        line = msgspec.convert(row, Line)
+        line = msgspec.convert(row, RecordedLine)
     except msgspec.ValidationError as error:
         raise RunError(f"{where}: {error}; docs/recorded.md has the form of a line") from None
-    for name in Line.__struct_fields__:
+    for name in RecordedLine.__struct_fields__:
         try:
             msgspec.json.encode(getattr(line, name))
         except (ValueError, RecursionError) as error:  # half of a surrogate pair, say
@@ -128,7 +128,7 @@ class Converter:
         self.counts: Counter[str] = Counter()
         self.renderer: Any = None
 
-    def rollout(self, line: Line, where: str) -> Rollout:
+    def rollout(self, line: RecordedLine, where: str) -> Rollout:
         """Returns a line's rollout. Raises RunError that names the line and the field."""
         error = line.failure
         if line.reward is None and not error:
@@ -233,7 +233,7 @@ class Converter:
             return "policy_versions: a version is 0, the model that the run begins with, or more"
         return ""
 
-    def rendered(self, line: Line, where: str) -> list[RecordedTurn]:
+    def rendered(self, line: RecordedLine, where: str) -> list[RecordedTurn]:
         """Returns the turns of a rollout that is only text, with the ids that our renderer gives
         it. Raises RunError."""
         if line.truncated or line.outcome in ("truncated", "overlong", "empty"):
@@ -260,7 +260,7 @@ class Converter:
         self.counts["have no token ids: their messages were rendered and tokenised anew"] += 1
         return turns
 
-    def answers(self, line: Line, where: str) -> list[int]:
+    def answers(self, line: RecordedLine, where: str) -> list[int]:
         """Returns the indices of the messages that the policy wrote. Raises RunError."""
         if not line.messages:
             raise RunError(

@@ -27,8 +27,8 @@ from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
     MAX_KILLS,
     EnvLostError,
-    Play,
-    Worker,
+    GroupPlay,
+    PoolWorker,
     kill_reason,
     wait_ready,
 )
@@ -83,8 +83,8 @@ class WorkerPool:
             prefix="rl-workers-", dir=socket_base(SOCKET_ROOM)
         )
         self.address = f"{self.directory.name}/pool"
-        self.workers: dict[str, Worker] = {}
-        self.waiting: dict[str, deque[Play]] = defaultdict(deque)
+        self.workers: dict[str, PoolWorker] = {}
+        self.waiting: dict[str, deque[GroupPlay]] = defaultdict(deque)
         """Groups that no worker has, by environment; suspects first."""
         self.launcher = WorkerLauncher()
         self.sandbox = WorkerSandbox(Path(self.directory.name), log_dir.parent, self._watch)
@@ -125,19 +125,19 @@ class WorkerPool:
                 await self.launcher.copy(setup.python)
                 self.start(setup)
 
-    def start(self, setup: WorkerSetup, warm: bool = True) -> Worker:
+    def start(self, setup: WorkerSetup, warm: bool = True) -> PoolWorker:
         """Starts a worker process, if `warm` from a copy of another one where there is one."""
         self.num_started += 1
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
         log = self.log_dir / f"worker-{setup.worker_id}.log"
-        given, sandbox = self.sandbox.enter(setup, setup_path)
-        self.workers[setup.worker_id] = Worker(
-            setup, self.launcher.start(given, setup_path, log, marker, warm, sandbox)
+        seen, sandbox = self.sandbox.enter(setup, setup_path)
+        self.workers[setup.worker_id] = PoolWorker(
+            setup, self.launcher.start(seen, setup_path, log, marker, warm, sandbox)
         )
         return self.workers[setup.worker_id]
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: PoolWorker) -> None:
         """Kills the processes that a dead worker left, and reaps it. Spares other workers: they
         may be its copies and have its marker."""
         others = {
@@ -187,7 +187,7 @@ class WorkerPool:
         if not task.cancelled() and (error := task.exception()) and not self.failed.done():
             self.failed.set_exception(error)
 
-    async def _revive(self, worker: Worker, timeout_s: float) -> None:
+    async def _revive(self, worker: PoolWorker, timeout_s: float) -> None:
         """Loop. Waits for a worker's death, kills the processes it left, gives its groups back,
         and starts a new one.
 
@@ -232,7 +232,7 @@ class WorkerPool:
                 continue
             num_failed = 0 if await self._join(worker, timeout_s) else num_failed + 1
 
-    async def _join(self, worker: Worker, timeout_s: float) -> bool:
+    async def _join(self, worker: PoolWorker, timeout_s: float) -> bool:
         """Waits until a worker that was started later is ready, and sends it groups. If it does
         not come up, it is killed. Returns whether it came up."""
         try:
@@ -247,10 +247,10 @@ class WorkerPool:
         self._pump(worker.setup.env.name)
         return True
 
-    def _workers_of(self, env: str) -> list[Worker]:
+    def _workers_of(self, env: str) -> list[PoolWorker]:
         return [worker for worker in self.workers.values() if worker.setup.env.name == env]
 
-    def _take_back(self, worker: Worker, reason: str) -> None:
+    def _take_back(self, worker: PoolWorker, reason: str) -> None:
         """Gives up the groups of a dead worker that this death is one too many for; the others
         wait for a worker, suspects first."""
         env = worker.setup.env.name
@@ -359,7 +359,9 @@ class WorkerPool:
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
         is_whole = len({rollout.episode for rollout in members}) == num_episodes
         kept = list(members) if is_whole or not self.scores_groups.get(env) else []
-        play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members, keeps_last)
+        play = GroupPlay(
+            order, asyncio.get_running_loop().create_future(), kept, on_members, keeps_last
+        )
         if is_whole:
             play.done.set_result(kept)
         else:
@@ -378,7 +380,7 @@ class WorkerPool:
             if play.done.cancelled():  # the caller was cancelled
                 self._withdraw(env, play)
 
-    def _withdraw(self, env: str, play: Play) -> None:
+    def _withdraw(self, env: str, play: GroupPlay) -> None:
         """Takes a group away from its worker, if one has it."""
         if play in self.waiting[env]:
             self.waiting[env].remove(play)
@@ -429,7 +431,7 @@ class WorkerPool:
                 f"{timeout_s:g}; see {worker.child.log}"
             ) from None
 
-    def _send(self, worker: Worker, message: ToWorker) -> None:
+    def _send(self, worker: PoolWorker, message: ToWorker) -> None:
         faults.point(f"pool.{type(message).__name__}")
         self.server.post(worker.setup.worker_id, ENCODER.encode(message))
 

@@ -37,7 +37,7 @@ class EnvLostError(RunError):
 
 
 @dataclass(eq=False)
-class Play:
+class GroupPlay:
     """A group at a worker, and the future of its rollouts."""
 
     order: PlayGroup
@@ -85,7 +85,7 @@ class Play:
 
 
 @dataclass
-class Worker:
+class PoolWorker:
     """One worker process and the pool's state of it."""
 
     setup: WorkerSetup
@@ -93,7 +93,7 @@ class Worker:
     ready: "asyncio.Future[Ready]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    sent: dict[int, Play] = field(default_factory=dict)
+    sent: dict[int, GroupPlay] = field(default_factory=dict)
     last_message: float = field(default_factory=time.monotonic)
     """Monotonic time of its last message, moved forward by the time in which the pool could not
     read any."""
@@ -126,7 +126,7 @@ class Worker:
                 answer.set_exception(RunError(text))
 
 
-def kill_reason(worker: Worker, pid: int, memory_gib: float, silence_s: float) -> str:
+def kill_reason(worker: PoolWorker, pid: int, memory_gib: float, silence_s: float) -> str:
     """Returns why a worker, whose own process is `pid`, is to be killed: it is stopped, uses too
     much memory, or its environment blocks its event loop. Empty if there is no reason."""
     try:
@@ -150,7 +150,7 @@ def kill_reason(worker: Worker, pid: int, memory_gib: float, silence_s: float) -
     )
 
 
-async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
+async def wait_ready(worker: PoolWorker, timeout_s: float) -> Ready:
     """Waits until a worker has loaded its environment. Raises RunError if it cannot."""
     ended = asyncio.create_task(worker.child.wait_async())
     try:
