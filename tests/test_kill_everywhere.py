@@ -100,7 +100,8 @@ class Inference(StubServer):
     async def generate(self, request: web.Request) -> web.Response:
         ids = (await request.json())["token_ids"]
         said = [(7 * sum(ids) + self.version + i) % 200 + 10 for i in range(3)]
-        return web.Response(body=turn_bytes(said, [-1.0] * 3, [[self.version, 3]]))
+        spans = [[self.version, 3]]
+        return web.Response(body=turn_bytes(said, [-1.0] * 3, spans))
 
 
 def train(config) -> None:
