@@ -191,7 +191,7 @@ def test_the_time_of_a_run_counts_what_a_resume_trained_once_more_and_a_branch_i
     assert first_line().startswith("8 steps in 90 s; trainer waited for batches 33%, ")
     run_dir.origin.write_bytes(msgspec.json.encode(Origin("outputs/x", 6, 0.0, [])))
     cut_metrics(run_dir.metrics, 0)
-    assert first_line().startswith("2 steps in 10.0 s; ")
+    assert first_line().startswith("2 steps in 10 s; ")
 
 
 def test_the_report_names_the_parts_of_a_reward_that_fell():
