@@ -9,7 +9,7 @@ from rl.cluster.submit import is_queued
 from rl.commands.options import open_run
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
-from rl.config.options import Option, option_lines, take
+from rl.config.options import option_lines, options, take
 from rl.launch.children import Children
 from rl.launch.watch import LOOK_S, Life
 from rl.run_dir.files import LineReader
@@ -18,16 +18,12 @@ from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.terminal import clip, did_you_mean, say, size, span, visible
 
-OPTIONS = (
-    Option("node", "K", "only processes on machine K of a cluster"),
-    Option("attempt", "N", "the log of this attempt; default: the newest"),
-    Option("lines", "N", "lines to print of each log, the newest; default: 100"),
-    Option(
-        "follow",
-        "",
-        "print new lines, also those of later attempts and processes, until the run is over",
-    ),
-)
+OPTIONS = options("""
+node K: only processes on machine K of a cluster
+attempt N: the log of this attempt; default: the newest
+lines N: lines to print of each log, the newest; default: 100
+follow: print new lines, also those of later attempts and processes, until the run is over
+""")
 HELP = f"""usage: rl logs RUN [PROCESS] [-f] [-n N] [--node K] [--attempt N]
 
 Prints the logs of a run's processes: trainer, orchestrator, inference, worker-NAME-0 and so on; on
