@@ -15,7 +15,7 @@ from rl.launch.children import Children
 from rl.launch.roles import Role, command
 from rl.launch.run import Placement, launch, on_this_machine, resume_command
 from rl.run_dir.access_token import is_loopback
-from rl.run_dir.lease import Attempt, RoleTakenError, declare_lost
+from rl.run_dir.lease import LeaseAttempt, RoleTakenError, declare_lost
 from rl.run_dir.logs import last_words
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir, is_run
@@ -86,7 +86,7 @@ class Leader:
         words = ["node", "--lead", "@", str(path), "--cluster.index", str(index)]
         self.command = [*PYTHON, "-m", "rl.main", *words]
         self.child: Child | None = None
-        self.attempt: Attempt | None = None
+        self.attempt: LeaseAttempt | None = None
         self.try_at = time.monotonic() + index * TRY_S
         settings = config.supervisor
         self.restarts = RestartPolicy(
@@ -121,7 +121,7 @@ class Leader:
         machine that stands still.
         """
         self.lock.parent.mkdir(parents=True, exist_ok=True)
-        self.attempt = self.attempt or Attempt(self.lock)
+        self.attempt = self.attempt or LeaseAttempt(self.lock)
         lease = self.attempt.take()
         if not lease:
             return False
