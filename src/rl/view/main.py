@@ -65,13 +65,13 @@ def place_of(spec: str) -> Path:
     """The path of a run or a folder with runs. Raises RunError if it is neither."""
     path = Path(spec).expanduser()
     path = path.parent if path.name == "config.toml" and path.is_file() else path
-    for found in (path, Path("outputs") / spec):
-        if not found.is_dir():
+    for folder in (path, Path("outputs") / spec):
+        if not folder.is_dir():
             continue
-        run = next((parent for parent in found.absolute().parents if is_run(parent)), None)
-        if run and not is_model(found.absolute()):
+        run = next((parent for parent in folder.absolute().parents if is_run(parent)), None)
+        if run and not is_model(folder.absolute()):
             raise RunError(f"{spec}: is inside the run {run}; give the run itself")
-        return found
+        return folder
     remedy = (
         "there is no run yet; start one, or name a folder with runs"
         if spec == "outputs"
@@ -147,10 +147,10 @@ def export(library: Any, path: Path, max_mib: int) -> int:
         raise RunError(f"--export {path}: there is no folder {path.absolute().parent}")
     from rl.view.export import write_page, write_trace
 
-    said = (
+    lines = (
         write_trace(library, path)
         if path.suffix == ".json"
         else write_page(library, path, max_mib << 20)
     )
-    print("\n".join(f"rl view: {line}" for line in said))
+    print("\n".join(f"rl view: {line}" for line in lines))
     return 0
