@@ -18,7 +18,7 @@ from rl.launch.children import Children
 from rl.launch.prepare import prepare
 from rl.main import subcommand
 from rl.models.folder import resolve_model
-from rl.orchestrator.batches.batch_selection import decode_state
+from rl.orchestrator.batches.batch_files import decode_state
 from rl.run_dir.checksums import read_manifest
 from rl.run_dir.files import encode_record
 from rl.trainer.sft.rows import Source, files_of, json_rows

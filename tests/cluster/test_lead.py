@@ -5,13 +5,11 @@ import sys
 import pytest
 
 from rl.cluster import lead as module
-from rl.cluster.lead import TAKEN, UNFIT, Leader, on_a_cluster, run_leader, with_open_hosts
+from rl.cluster.lead import TAKEN, Leader, on_a_cluster, with_open_hosts
 from rl.cluster.world import END_S
-from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
 from rl.run_dir.lease import LEASE_S, hold_role
 from rl.run_dir.nodes import World
-from rl.system.errors import RunError
 from tests.waiting import until
 
 
@@ -49,35 +47,6 @@ def leader(tmp_path, children, monkeypatch):
 )
 def test_its_end_is_the_end_of_the_run(leader, code, text):
     assert until(leader(f"sys.exit({code})").poll) == (code, text)
-
-
-def test_one_whose_machine_is_unfit_leaves_the_role_to_others(leader):
-    one = leader(f"sys.exit({UNFIT})")
-    until(lambda: one.poll() or one.fault)
-    assert one.fault == "the last words"
-    one.try_at = 0.0
-    assert one.poll() is None and one.child is None
-
-
-def test_a_fault_is_the_machines_until_the_run_is_touched(tmp_path, children, monkeypatch, capsys):
-    config, line = (
-        make_config(
-            tmp_path,
-            orchestrator={"environment": [{"id": "first-half"}], "inference_urls": ["http://a"]},
-        ),
-        CommandLine(),
-    )
-    monkeypatch.setattr("rl.launch.run.homes_of", lambda *_, **__: {})
-    with monkeypatch.context() as patch:
-        patch.setattr("rl.launch.run.shared_memory_fault", lambda: "/dev/shm does not exist")
-        assert run_leader(config, line, children) == UNFIT
-    assert (
-        capsys.readouterr().err == "rl: /dev/shm does not exist\n"
-        and not config.run_dir.root.exists()
-    )
-    (config.run_dir.root / "mine").mkdir(parents=True)
-    with pytest.raises(RunError, match="is not a run directory"):
-        run_leader(config, line, children)
 
 
 def test_one_that_finds_another_leader_ends_nothing(leader):

@@ -456,14 +456,3 @@ def test_a_rank_that_fails_because_a_machine_is_lost_is_no_failure_of_its_own(co
         until(lambda: module.time.monotonic() > late)
         machines[0].exit_code = RESTART
         assert running.result() == KILLED
-
-
-def test_a_machine_whose_rl_node_is_known_to_have_ended_is_lost_at_once(config, monkeypatch):
-    monkeypatch.setattr(module, "LEASE_S", 60.0)
-    with cluster_of(config, 3) as machines:
-        lease = lease_path(Nodes(config.run_dir).lock(2), 1)
-        running = Running(config)
-        running.world(1)
-        machines[0].set(ended=[2], place=pid_scope())  # the launcher's own machine knocks
-        assert running.result() == KILLED
-        assert lease.read_bytes() == b"", "all roles that were held on it are free"

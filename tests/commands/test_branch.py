@@ -14,8 +14,7 @@ from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.launch.children import Children
 from rl.launch.prepare import prepare
 from rl.main import subcommand
-from rl.orchestrator.batches.batch_selection import OrchestratorState, decode_state
-from rl.orchestrator.batches.old_files import OldFiles
+from rl.orchestrator.batches.batch_files import BatchFiles, OrchestratorState, decode_state
 from rl.orchestrator.recorded.run import check_same
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.checksums import MANIFEST, checksum
@@ -376,7 +375,7 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
         plan(new, config, 1, None)
     shutil.copytree(run.checkpoint(4), new.checkpoint(4))
     config.orchestrator.batches.keep_last = 1
-    OldFiles(new, config.orchestrator).put_away(4)
+    BatchFiles(new, config.orchestrator, {}).put_away(4)
     assert list(numbered(new.batches, ".batch")) == [4]
     shutil.rmtree(new.checkpoint(4))
     (new.checkpoint(2) / MANIFEST).unlink()

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from rl.commands.collect import Collection, missing, only_writer, read_present, task_order
+from rl.commands.collect import Collection, jobs_left, only_writer, read_present, task_order
 from rl.commands.play_session import task_count
 from rl.config.command_line import build, parse_args
 from rl.config.sft import SftConfig
@@ -13,6 +13,7 @@ from rl.orchestrator.recorded.lines import parse
 from rl.system.errors import RunError
 from rl.trainer.sft.rows import why_unused
 from rl.wire.rollouts import Rollout
+from rl.wire.worker_messages import Ready
 from tests.commands.driver import rl, with_server
 from tests.commands.servers import Endpoint
 from tests.orchestrator.made import turn
@@ -35,11 +36,11 @@ def test_tasks_come_from_the_environments_in_turn():
 
 
 def test_only_what_is_missing_is_played():
-    present = {("a", 0): {0, 1}, ("a", 1): {1}}
-    assert list(missing(iter([("a", 0), ("a", 1), ("b", 0)]), present, 2)) == [
-        ("a", 1, 1),
-        ("b", 0, 2),
-    ]
+    flags = ["--orchestrator.environment.id", "a"]
+    config, values = build(parse_args(flags)), {"limit": 3, "samples": 2}
+    ready = {"a": Ready(num_train=None, num_eval=0)}
+    jobs = jobs_left(config, ready, {("a", 0): {0, 1}, ("a", 1): {1}}, values)
+    assert [(job.env, job.task, job.num_episodes) for job in jobs] == [("a", 1, 1), ("a", 2, 2)]
 
 
 def test_max_samples_bounds_an_environment():
@@ -79,23 +80,11 @@ def test_a_file_of_something_else(tmp_path):
 
 def test_a_file_has_one_writer(tmp_path):
     path = tmp_path / "r.jsonl"
-    with only_writer(path, new=True):
-        path.write_text(line())
-        with (
-            pytest.raises(
-                RunError, match=r"another `rl collect` or rl.record writes it; wait for its end"
-            ),
-            only_writer(path),
-        ):
-            pass
     with only_writer(path):
-        pass
-    with (
-        pytest.raises(RunError, match="another process has written it since the start"),
-        only_writer(path, new=True),
-    ):
-        pass
-    with only_writer(tmp_path / "new.jsonl", new=True):
+        path.write_text(line())
+        with pytest.raises(RunError, match="another `rl collect`"), only_writer(path):
+            pass
+    with only_writer(path), only_writer(tmp_path / "new.jsonl"):
         pass
     assert [*tmp_path.iterdir()] == [path]
 
@@ -158,9 +147,7 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
 
 def test_lines_say_which_agents_are_not_trained(tmp_path):
     path = tmp_path / "r.jsonl"
-    told = Collection(
-        build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=False
-    )
+    told = Collection("p", {}, path, tokens=False)
     told.write("e", 0, [Rollout(agent="solver"), Rollout(agent="judge", trainable=False)], 1.0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["agent"], line.get("why")) for line in lines] == [
@@ -195,9 +182,7 @@ def test_faults(tmp_path):
 
 def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
     path = tmp_path / "r.jsonl"
-    told = Collection(
-        build(parse_args(["--orchestrator.environment.id", "e"])), "p", {}, path, tokens=True
-    )
+    told = Collection("p", {}, path, tokens=True)
     told.write(
         "e",
         3,

@@ -197,7 +197,10 @@ def test_of_a_branch_it_says_where_it_began(runs, capsys):
 def test_what_a_common_seed_says():
     def said(*kinds):
         return seed_lines(
-            [SimpleNamespace(config=SimpleNamespace(seed=seed, sft=sft)) for seed, sft in kinds],
+            [
+                SimpleNamespace(config=SimpleNamespace(seed=seed, kind="sft" if sft else "rl"))
+                for seed, sft in kinds
+            ],
             None,
         )
 

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-from contextlib import asynccontextmanager
 
 import psutil
 import pytest
@@ -330,31 +329,24 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
         evaluate, "eval_workers", lambda config: dict.fromkeys(("cool", "hot"), "shared")
     )
 
-    class Place:
+    class Session:
         ready = {"shared": Ready(4, 2)}
 
         async def play(self, label, jobs, concurrency):
             for job in jobs:
                 yield job, [Rollout(reward=job.sampling["temperature"], completion_tokens=1)]
 
-    @asynccontextmanager
-    async def play_session(*_):
-        yield Place()
-
-    monkeypatch.setattr(evaluate, "play_session", play_session)
     evals = (
         '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", '
         "sampling = {temperature = 0.75}}]"
     )
     config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
-    found = asyncio.run(
-        evaluate.evaluate_policy(config, {}, Source("p"), tmp_path, "p", None, Children())
-    )
-    assert {label: part["metrics"]["reward_mean"] for label, part in found["evals"].items()} == {
-        "cool": 0.25,
-        "hot": 0.75,
-    }
-    assert [part["num_examples"] for part in found["evals"].values()] == [2, 2]
+    session = Session()
+    session.config = config
+    parts = asyncio.run(evaluate.evaluate_policy(session, Source("p"), tmp_path, None))
+    rewards = {label: part["metrics"]["reward_mean"] for label, part in parts.items()}
+    assert rewards == {"cool": 0.25, "hot": 0.75}
+    assert [part["num_examples"] for part in parts.values()] == [2, 2]
 
 
 def test_two_evaluations_of_one_second_have_two_folders(tmp_path, monkeypatch):

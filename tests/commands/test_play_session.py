@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 import rl.commands.play_session
-from rl.commands.play_session import HOPELESS, Job, PlaySession, server_config, start_server
+from rl.commands.play_session import HOPELESS, PlaySession, server_config, start_server
 from rl.config.command_line import build, parse_args, to_toml
 from rl.launch.children import Children
 from rl.launch.devices import split
+from rl.orchestrator.workers.pool import PlayJob
 from rl.system.errors import RunError
 from rl.system.machine import Machine
 from rl.wire.rollouts import Rollout
@@ -64,7 +65,7 @@ def play(jobs, concurrency=None, patience_s=60.0, break_pool=False, **options):
 
 
 def jobs(number, episodes=1):
-    return [Job("e", "eval", task, episodes, {}) for task in range(number)]
+    return [PlayJob("e", "eval", task, episodes, {}) for task in range(number)]
 
 
 def test_every_job_is_handed_over_once_and_few_fly():

@@ -237,12 +237,12 @@ def test_a_dry_run_prints_what_the_trainer_would_be_told(run_dir, capsys):
 def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoint_that_can_be(
     run_dir, tmp_path
 ):
-    from rl.commands.replay import open_run, plan
+    from rl.commands.options import open_run
 
     root = tmp_path / "run"
     shutil.copytree(run_dir.root, root)
     (root / "batches" / "000001.batch").unlink()
-    kept, config = open_run(str(root))
+    kept, config = open_run(root)
     replay, notes = plan(kept, config, 0, None)
     assert (replay.start, replay.until) == (2, 3)
     why = "batches 1 were deleted (orchestrator.batches)"
@@ -251,7 +251,7 @@ def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoi
 
 def test_notes(run_dir, tmp_path):
     """A damaged checkpoint on the way, and settings that were changed in the middle."""
-    from rl.commands.replay import changes_within, plan
+    from rl.commands.replay import changes_within
     from rl.config.command_line import from_toml
 
     shutil.copytree(run_dir.root, tmp_path / "run")

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock
 
 from rl.config.command_line import build, parse_args, to_toml
 from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_selection import OrchestratorState
+from rl.orchestrator.batches.batch_files import OrchestratorState
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.run_dir.checksums import checksum
 from rl.run_dir.digests import HASH, digest
@@ -154,7 +154,7 @@ def restored(config: RLConfig) -> Any:
     from rl.orchestrator.evals.evaluator import Evaluator
     from rl.orchestrator.orchestrator import Orchestrator
     from rl.orchestrator.policy.served_policy import ServedPolicy
-    from rl.orchestrator.step_clock import StepClock
+    from rl.orchestrator.progress import StepClock
 
     run_dir, pool = config.run_dir, SimpleNamespace(lost={}, contents={})
     clean_leftovers(run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"))
@@ -166,5 +166,5 @@ def restored(config: RLConfig) -> Any:
     one = Orchestrator(
         config, pool, policy, TaskSource({"e": EnvTasks(7, 1.0, 2)}, SEED), evaluator, status, {}
     )
-    asyncio.run(one.builder.restore())
+    asyncio.run(one.pipeline.restore())
     return one

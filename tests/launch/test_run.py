@@ -24,7 +24,15 @@ from rl.config.run import RLConfig
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
 from rl.launch.children import Children
-from rl.launch.run import Placement, Watch, home_lines, launch, on_this_machine, resume_command, run
+from rl.launch.run import (
+    Placement,
+    RunLoop,
+    home_lines,
+    launch,
+    on_this_machine,
+    resume_command,
+    run,
+)
 from rl.run_dir.access_token import page_secret
 from rl.run_dir.events import read_events
 from rl.run_dir.lease import LockOwner, lease_path
@@ -242,7 +250,7 @@ def test_a_run_from_start_to_report(rl):
         ["3", "0.300"],
     ]
     assert "  assistant: 2" in lines
-    assert "3 steps in 6.0 s; trainer waited for batches 25% of the time" in lines
+    assert "3 steps in 6 s; trainer waited for batches 25% of the time" in lines
     assert "reward    0.100 -> 0.300   (mean of the first and of the last steps)" in lines
     assert "eval      0.100 -> 0.900   (e, version 0 and version 3)" in lines
     assert rl.run_dir.curves.stat().st_size > 20_000
@@ -316,7 +324,7 @@ def test_a_run_whose_processes_are_killed_ends_well(rl):
             f"  {name} was ended by SIGKILL (the kernel does that when memory runs out: see "
             "`dmesg`), before its first status; it" in out
         )
-    assert "3 steps in 6.0 s" in out and rl.nobody_left()
+    assert "3 steps in 6 s" in out and rl.nobody_left()
 
 
 def test_a_server_that_does_not_come_up_in_time(rl):
@@ -540,12 +548,12 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
 
     closed = []
     watch = Broken(console=SimpleNamespace(close=lambda: None), close=closed.append, cleaned=None)
-    monkeypatch.setattr("rl.launch.run.Watch", lambda *_: watch)
+    monkeypatch.setattr("rl.launch.run.RunLoop", lambda *_: watch)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.batch(1).parent.mkdir()
     run_dir.batch(1).touch()
     placement, children = (
-        Placement(SimpleNamespace(sft=None, is_remote=False), lambda _: []),
+        Placement(SimpleNamespace(kind="rl", sft=None, is_remote=False), lambda _: []),
         SimpleNamespace(stop=lambda _: []),
     )
     assert run(
@@ -609,7 +617,7 @@ def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, m
         resumed(0)
 
 
-class Loop(Watch):
+class Loop(RunLoop):
     """The loop of `rl` alone, whose supervisor meets these errors, one at each poll; None is a
     good poll. Then all processes end."""
 
@@ -619,18 +627,14 @@ class Loop(Watch):
             list[str](),
             iter(errors),
         )
-        self.console = SimpleNamespace(say=self.said.append, update=lambda _: None)
+        self.console = SimpleNamespace(update=lambda _: None)
+        self.say, self.not_merged = self.said.append, False
         self.supervisor = SimpleNamespace(
             begin=lambda _: None, poll=self.meet, keeper=SimpleNamespace(finished=False)
         )
-        self.merger, self.reader, self.unshown, self.cleaned, self.beside, self.curves_at = (
-            None,
-            None,
-            [],
-            None,
-            [],
-            math.inf,
-        )
+        self.merger = SimpleNamespace(merge=lambda: None)
+        self.check_fence = lambda: None
+        self.unshown, self.cleaned, self.beside, self.curves_at = [], None, [], math.inf
         self.trackers = SimpleNamespace(send=lambda _: None)
         self.shown = list[object]()
 
@@ -651,11 +655,11 @@ def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, m
     loop.reader = SimpleNamespace(new=lambda: next(lines, []))
     fences = iter([OSError(errno.EIO, "Input/output error", "/disk/rl.000001.lease")])
 
-    def check_fence(_: Path) -> None:
+    def check_fence() -> None:
         if error := next(fences, None):
             raise error
 
-    monkeypatch.setattr("rl.launch.run.check_fence", check_fence)
+    loop.check_fence = check_fence
     loop.until_finished([])
     failed = "Input/output error; this is tried again for 30 s"
     assert loop.said == [

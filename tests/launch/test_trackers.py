@@ -8,9 +8,7 @@ import pytest
 import wandb
 
 from rl.config.run import RLConfig, WandbConfig
-from rl.launch.run import Trackers
-from rl.launch.tensorboard_log import TensorboardLog
-from rl.launch.wandb_log import WandbLog
+from rl.launch.trackers import TensorboardLog, Trackers, WandbLog
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 

@@ -9,7 +9,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from rl.config.run import RLConfig
-from tests.stub_server import StubServer
+from tests.stub_server import StubServer, turn_bytes
 
 
 class StubInference(StubServer):
@@ -47,13 +47,7 @@ class StubInference(StubServer):
         ids = [*self.tokenizer.encode(said, add_special_tokens=False), self.tokenizer.eos_token_id]
         ids = ids[: body["sampling"]["max_tokens"]]
         spans = [[self.version, len(ids)]]
-        answer = {
-            "token_ids": ids,
-            "logprobs": [-0.5] * len(ids),
-            "policy_versions": spans,
-            "finish_reason": "stop",
-        }
-        return web.json_response(answer)
+        return web.Response(body=turn_bytes(ids, [-0.5] * len(ids), spans))
 
     async def load(self, request: web.Request) -> web.Response:
         self.log.append(("load_weights", await request.json()))

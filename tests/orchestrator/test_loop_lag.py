@@ -10,11 +10,10 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import DifficultyConfig
-from rl.orchestrator.batches.batch_builder import BatchBuilder
 from rl.orchestrator.evals.evaluator import EvalEnv, Evaluator
 from rl.orchestrator.groups.group_credit import Rules
-from rl.orchestrator.progress import Progress
-from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.pipeline import Pipeline
+from rl.orchestrator.progress import Progress, StepClock
 from rl.orchestrator.tasks.admission import Admission
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.orchestrator.workers.pool_worker import ANSWERS
@@ -62,7 +61,7 @@ def builder(tmp_path, size, difficulty=None):
     settings = config(tmp_path, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "8")
     source, clock = TaskSource({"e": EnvTasks(size, difficulty=difficulty)}, seed=3), StepClock()
     clock.start()
-    return BatchBuilder(
+    return Pipeline(
         settings,
         Admission(settings, source),
         {"e": Rules()},
@@ -178,6 +177,7 @@ def test_an_evaluation_plays_as_many_rollouts_at_once_as_training_may(tmp_path):
 
     class Pool:
         lost: dict[str, str] = {}
+        failed = SimpleNamespace(done=lambda: False)
         playing = peak = 0
 
         async def play(self, env, split, task, num_episodes, sampling, server, seed):

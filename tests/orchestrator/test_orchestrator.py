@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from rl.config.command_line import build, parse_args
 from rl.homes.resolve import homes_of
-from rl.orchestrator.batches.batch_builder import BatchBuilder
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.main import run
+from rl.orchestrator.pipeline import Pipeline
 from rl.run_dir.files import write_directory
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.status import Status
@@ -133,10 +133,10 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
         evaluated_after.append((version, config.run_dir.newest_batch()))
         await play_eval(evaluator, entry, version, reconcile)
 
-    write, play_eval, evaluated_after = BatchBuilder._write_after_batch, Evaluator.evaluate, []
+    write, play_eval, evaluated_after = Pipeline._write_after_batch, Evaluator.evaluate, []
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
     monkeypatch.setattr("rl.orchestrator.policy.trainer_requests.batch_head", answer)
-    monkeypatch.setattr(BatchBuilder, "_write_after_batch", write_after_batch)
+    monkeypatch.setattr(Pipeline, "_write_after_batch", write_after_batch)
     ended, given, stub = play(config, model)
     assert ended == "3 steps done" and had_it == [True] * 3
     # during the training of the version's batch, not before its sampling

@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from rl.orchestrator.batches import batch_selection as batches
+from rl.orchestrator.batches import batch_files as batches
 from rl.run_dir import lease, metrics
 from rl.run_dir.files import TakenError, clean_leftovers, temporary_name, write_directory
 from rl.run_dir.lease import check_fence, hold_role

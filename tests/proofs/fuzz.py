@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.batches.batch_selection import decode_state
+from rl.orchestrator.batches.batch_files import decode_state
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.groups.pending import PendingLog

@@ -10,7 +10,7 @@ import pytest
 
 from rl.orchestrator.groups.group_credit import credit_group
 from rl.orchestrator.groups.pending import PendingLog
-from rl.records import cache, columns, index
+from rl.records import columns, index
 from rl.records.run import Run
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
@@ -343,7 +343,7 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
     write_eval_of(run_dir, 2, [1.0])
     monkeypatch.setattr(index, "CACHE_S", 0.0)
     before = Run(run_dir.root).rollouts().columns()
-    kept = cache.cache_file(run_dir.root)
+    kept = index.cache_file(run_dir.root)
     assert kept.is_file()
     monkeypatch.setattr(index, "CACHE_S", math.inf)
     read = []

@@ -27,9 +27,10 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
+from rl.trainer.measure import tokens
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.store import checkpoint, token_files
+from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
 from tests.trainer.samples import assert_alike, make_batch, run_config
@@ -361,7 +362,7 @@ def fail_a_thread():
     if os.environ["RL_TEST_FAILS"] == "saver":
         checkpoint.write = fails
     elif os.environ["RL_TEST_FAILS"] == "token log":
-        token_files.write_token_log = fails
+        tokens.write_token_log = fails
     else:
         Publisher._is_written = fails
 

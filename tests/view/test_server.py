@@ -577,37 +577,8 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(alone):
             for at in (60.0, 62.0, 64.0)
         )
     assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (68.0, 98.0)]
-    append_event(files.events, Event(time=now - 35, event="death", process="inference"))
-    assert status(Phase.WAITING_FOR_BATCH, 30.0) == [(30.0, 60.0), (65.0, 98.0)]
     with pytest.raises(RunError, match=r"^begin = 1795402589.404 is after end = 1$"):
         handlers.timeline(run="x", begin=1795402589.404, end=1.0)
-
-
-def test_numbers_of_a_process_end_with_it(alone):
-    """Also where all were killed at once and nobody noted a death: its phases say until when it
-    lived."""
-    files, handlers = alone
-    append_event(files.events, Event(time=1000.0, event="start", process="rl"))
-    clock = Start(process="inference", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
-    life = [
-        Span(name="serving", begin=1.0, end=9.5, lane="phase"),
-        Span(name="serving", begin=9.6, end=11.0, lane="phase"),
-    ]
-    more = [Gauges(at=8.0, values={"requests": 3}), Gauges(at=10.0, values={"requests": 5})]
-    again = [
-        Span(name="serving", begin=13.0, end=40.0, lane="phase"),
-        Gauges(at=20.0, values={"requests": 2}),
-        Gauges(at=26.0, values={}),
-    ]
-    (files.spans / "inference.jsonl").write_bytes(
-        b"".join(msgspec.json.encode(line) + b"\n" for line in (clock, *life, *more, *again))
-    )
-    (lane,) = (lane for lane in handlers.timeline(run="x").lanes if lane.name == "in flight")
-    assert [(span.begin - 1000, span.end - 1000, span.text[0]) for span in lane.spans] == [
-        (8, 10, "3"),
-        (10, 11, "5"),
-        (20, 24, "2"),
-    ]
 
 
 def test_of_many_equal_spans_as_many_are_shown_as_may_be(alone, monkeypatch):

@@ -33,14 +33,9 @@ class Agent:
         """`lease`: the number of this machine's lease. `environment`: further variables of the
         ranks."""
         assert config.cluster is not None
-        self.run_dir, self.index, self.lease, self.share, self.children = (
-            config.run_dir,
-            index,
-            lease,
-            share,
-            children,
-        )
-        self.grace_s, self.environment = config.cluster.grace_s, environment
+        self.run_dir, self.index, self.lease, self.share = config.run_dir, index, lease, share
+        self.children, self.environment = children, environment
+        self.grace_s = config.cluster.grace_s
         self.world: World | None = None
         """The world that its ranks belong to, or have belonged to."""
         self.child: Child | None = None
@@ -62,19 +57,12 @@ class Agent:
 
     def poll(self, world: World | None) -> None:
         """Starts and ends ranks so that they belong to the newest world."""
-        if self.child:
-            self._watch(self.child, world)
-        elif (
-            world
-            and not world.stop
-            and world.generation > self.generation
-            and world.has(self.index, self.lease)
-        ):
-            self._start(world)
-
-    def _watch(self, child: Child, world: World | None) -> None:
-        if child.exit_code is not None:
-            self._ended(child, child.exit_code)
+        if not self.child:
+            is_new = world and not world.stop and world.generation > self.generation
+            if world and is_new and world.has(self.index, self.lease):
+                self._start(world)
+        elif self.child.exit_code is not None:
+            self._ended(self.child, self.child.exit_code)
         elif world is None or world.generation != self.generation or world.stop == "kill":
             self.kill()
         elif world.stop == "save":
@@ -83,13 +71,9 @@ class Agent:
     def leave(self) -> None:
         """Tells the ranks to end after a checkpoint, once."""
         if self.child and self.kill_at is None:
-            self.kill_at = time.monotonic() + self.grace_s
+            self.kill_at = time.monotonic() + self.grace_s + STOP_DEADLINE_S
             os.kill(self.child.pid, signal.SIGTERM)
-        elif (
-            self.child
-            and self.kill_at is not None
-            and time.monotonic() >= self.kill_at + STOP_DEADLINE_S
-        ):
+        elif self.kill_at is not None and time.monotonic() >= self.kill_at:
             self.kill()
 
     def kill(self) -> None:
@@ -99,44 +83,23 @@ class Agent:
 
     def _start(self, world: World) -> None:
         rank, size = world.nodes.index(self.index), len(world.nodes)
+        address, port, ranks = world.address, world.port, self.share.ranks
         command = [*PYTHON, "-m", "rl.trainer.main", "@", str(self.run_dir.config)]
         env = self.share.trainer.env | self.environment | {GRACE: f"{self.grace_s:g}"}
-        if self.share.ranks == 1:  # needs no agent, whose import of torch takes 3 s
-            env |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": world.address,
-                "MASTER_PORT": str(world.port),
-            }
+        if ranks == 1:  # needs no agent, whose import of torch takes 3 s
+            env |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+            env |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
         else:
-            place = [
-                "--nnodes",
-                str(size),
-                "--node-rank",
-                str(rank),
-                "--nproc-per-node",
-                str(self.share.ranks),
-            ]
-            endpoint = [
-                "--rdzv-backend",
-                "static",
-                "--master-addr",
-                world.address,
-                "--master-port",
-                str(world.port),
-            ]
-            patience = [
-                "--max-restarts",
-                "0",
-                "--shutdown-timeout",
-                f"{self.grace_s + STOP_DEADLINE_S:.0f}",
-            ]
-            command = [*AGENT, *place, *endpoint, *patience, *command]
+            options = (
+                f"--nnodes {size} --node-rank {rank} --nproc-per-node {ranks} --rdzv-backend "
+                f"static --master-addr {address} --master-port {port} --max-restarts 0 "
+                f"--shutdown-timeout {self.grace_s + STOP_DEADLINE_S:.0f}"
+            )
+            command = [*AGENT, *options.split(), *command]
         name, cores = f"trainer-node{self.index}", self.share.trainer.cores
         # From a copy of its predecessor, but not twice without progress: the fault may be in the
         # state that a copy inherits.
-        warm = (self.world is not None and self.barren <= 1) if self.share.ranks == 1 else None
+        warm = (self.world is not None and self.barren <= 1) if ranks == 1 else None
         self.child = self.children.start(name, command, env, self.run_dir.logs, cores, warm)
         self.world, self.exit_code, self.kill_at, self.log = world, None, None, str(self.child.log)
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from rl.cluster.index import OFFSET
+from rl.cluster.identity import OFFSET
 from rl.config.base import Fault
 from rl.config.cluster import ClusterConfig
 from rl.config.command_line import to_toml
@@ -40,8 +40,8 @@ TIMEOUT_S = 60.0
 MAX_SLUG = 28
 """Characters of the run's name in that of the JobSet: names of pods,
 `rl-SLUG-DIGEST-inference-0-INDEX-SUFFIX`, have at most 63."""
+NO_KUBECTL = "which is not on the PATH: install it, or submit where it is"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 EXPLAINED = {
     r"no matches for kind \"JobSet\"|resource type \"jobsets?\"": "the cluster has no JobSets: "
     "have the controller of "
@@ -52,46 +52,27 @@ EXPLAINED = {
     r"[Ff]orbidden": "ask for the right to do that, or give another cluster.kubernetes.namespace",
 }
 """Remedies, by what kubectl says."""
+REACHES = "see whether `kubectl cluster-info` reaches the cluster you mean"
 
 
 def faults(config: RLConfig) -> Iterator[Fault]:
     """Yields what can be seen to be wrong before the cluster is asked."""
     settings, key = cluster_of(config).kubernetes, "cluster.kubernetes"
     if not shutil.which("kubectl"):
-        yield (
-            "cluster.engine",
-            "kubernetes",
-            "needs `kubectl`, which is not on the PATH: install it, or submit where it is",
-        )
+        yield "cluster.engine", "kubernetes", f"needs `kubectl`, {NO_KUBECTL}"
     if not settings.image:
         yield f"{key}.image", "", "name a container image in which `rl` is installed"
     if not settings.volume_claim:
-        yield (
-            f"{key}.volume_claim",
-            "",
-            "name a PersistentVolumeClaim that all pods may write (ReadWriteMany)",
-        )
-    for name, path in (
-        ("output_dir", config.output_dir),
-        ("trainer.weights.dir", config.trainer.weights.dir),
-    ):
-        if path and not Path(path).is_relative_to(settings.mount):
-            yield (
-                name,
-                path,
-                f"is not on the volume, which pods see as {key}.mount: give {settings.mount} "
-                "or a folder in it",
+        remedy = "name a PersistentVolumeClaim that all pods may write (ReadWriteMany)"
+        yield f"{key}.volume_claim", "", remedy
+    folders = {"output_dir": config.output_dir, "trainer.weights.dir": config.trainer.weights.dir}
+    for name, folder in folders.items():
+        if folder and not Path(folder).is_relative_to(settings.mount):
+            remedy = (
+                f"is not on the volume, which pods see as {key}.mount: give {settings.mount} or a "
+                "folder in it"
             )
-    sizes = [config.inference.vllm.get(name, 1) for name in SIZES]
-    if (
-        settings.gpus
-        and (needed := math.prod(size for size in sizes if isinstance(size, int))) > settings.gpus
-    ):
-        remedy = (
-            f"needs {needed} GPUs for one server, but a pod has {key}.gpus = {settings.gpus}: "
-            "servers that span pods are not supported"
-        )
-        yield "inference.vllm", config.inference.vllm, remedy
+            yield name, folder, remedy
 
 
 def stays(config: RLConfig) -> bool:
@@ -105,7 +86,7 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
     Deletes a JobSet of the same run that has ended before, since applying the same one again would
     start nothing.
     """
-    cluster, name = cluster_of(config), job_name(run_dir)
+    cluster, jobs = cluster_of(config), jobs_of(run_dir)
     claim = cluster.kubernetes.volume_claim
     modes = kubectl(cluster, "get", "pvc", claim, "-o", "jsonpath={.spec.accessModes}")
     if cluster.nodes > 1 and "ReadWriteMany" not in modes:
@@ -113,10 +94,9 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
             f"volume claim {claim} has access modes {modes}, but pods on several machines "
             "write to it: it must be ReadWriteMany"
         )
-    jobs = jobs_of(run_dir)
     if active(jobs, config):
         raise RunError(
-            f"JobSet {name} of this run exists and has not ended: stop it first, with `rl "
+            f"{jobs[0]} of this run exists and has not ended: stop it first, with `rl "
             f"stop {run_dir.root}`"
         )
     cancel(jobs, config)
@@ -127,10 +107,8 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
 def active(jobs: list[str], config: RLConfig) -> list[str]:
     """Returns the JobSet, unless it has ended. Raises RunError."""
     state = "jsonpath={.metadata.name}={.status.terminalState}"
-    found, _, ended = kubectl(
-        cluster_of(config), "get", *jobs[0].split("/"), "--ignore-not-found", "-o", state
-    ).partition("=")
-    return jobs[:1] if found and not ended else []
+    words = "get", *jobs[0].split("/"), "--ignore-not-found", "-o", state
+    return jobs[:1] if kubectl(cluster_of(config), *words).endswith("=") else []
 
 
 def cancel(jobs: list[str], config: RLConfig) -> None:
@@ -147,28 +125,19 @@ def kubectl(
     """Returns what kubectl prints. Raises RunError with what it complains of, and the remedy."""
     namespace = cluster.kubernetes.namespace
     command = ["kubectl", *(["--namespace", namespace] if namespace else []), *arguments]
-    said = f"`{' '.join(command)}`"
+    shown = f"`{' '.join(command)}`"
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=timeout_s
         )
     except FileNotFoundError:
-        raise RunError("`kubectl` is not on the PATH: install it, or submit where it is") from None
+        raise RunError(f"needs `kubectl`, {NO_KUBECTL}") from None
     except subprocess.TimeoutExpired:
-        raise RunError(
-            f"{said} has not ended within {timeout_s:.0f} s: see whether `kubectl "
-            "cluster-info` reaches the cluster"
-        ) from None
+        raise RunError(f"{shown} has not ended within {timeout_s:.0f} s: {REACHES}") from None
     if done.returncode:
         words = done.stderr.strip() or f"exit code {done.returncode}"
-        remedy = next(
-            (remedy for pattern, remedy in EXPLAINED.items() if re.search(pattern, words)), ""
-        )
-        raise RunError(
-            f"{said} failed: "
-            f"{words}\n"
-            f"{remedy or 'see whether `kubectl cluster-info` reaches the cluster you mean'}"
-        )
+        remedies = (EXPLAINED[pattern] for pattern in EXPLAINED if re.search(pattern, words))
+        raise RunError(f"{shown} failed: {words}\n{next(remedies, REACHES)}")
     return done.stdout.strip()
 
 
@@ -193,46 +162,44 @@ def render(config: RLConfig, run_dir: RunDir) -> str:
 
 
 def manifests(config: RLConfig, run_dir: RunDir) -> list[dict[str, Any]]:
-    found, settings, start = (
-        plan(config),
-        cluster_of(config).kubernetes,
-        f"start-{secrets.token_hex(4)}",
-    )
-    metadata = filled({"name": job_name(run_dir), "namespace": settings.namespace})
-    jobs = [("trainer", found.trainers, 0), ("inference", found.servers, found.trainers)]
+    division, settings = plan(config), cluster_of(config).kubernetes
+    start = f"start-{secrets.token_hex(4)}"
+    jobs = {
+        "trainer": (division.trainers, 0),
+        "inference": (division.servers, division.trainers),
+    }
     spec = {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "successPolicy": {"operator": "All", "targetReplicatedJobs": ["trainer"]},
         "replicatedJobs": [
             job(name, count, offset, config, run_dir, start)
-            for name, count, offset in jobs
+            for name, (count, offset) in jobs.items()
             if count
         ],
     }
-    labels = {"labels": {QUEUE_LABEL: settings.queue}} if settings.queue else {}
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": metadata,
-            "data": {Path(CONFIG).name: to_toml(config)},
-        },
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": metadata | labels,
-            "spec": spec,
-        },
-    ]
+    metadata = filled({"name": job_name(run_dir), "namespace": settings.namespace})
+    labels = {QUEUE_LABEL: settings.queue} if settings.queue else {}
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {Path(CONFIG).name: to_toml(config)},
+    }
+    job_set = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": filled(metadata | {"labels": labels}),
+        "spec": spec,
+    }
+    return [config_map, job_set]
 
 
 def job_name(run_dir: RunDir) -> str:
     """Returns the name of a run's JobSet: that of the run as far as Kubernetes allows it, and a
     digest of its directory."""
     slug = re.sub(r"[^a-z0-9]+", "-", run_dir.root.name.lower())[:MAX_SLUG].strip("-")
-    return "-".join(
-        filter(None, ["rl", slug, blake2b(bytes(run_dir.root), digest_size=4).hexdigest()])
-    )
+    digest = blake2b(bytes(run_dir.root), digest_size=4).hexdigest()
+    return "-".join(filter(None, ["rl", slug, digest]))
 
 
 def jobs_of(run_dir: RunDir) -> list[str]:
@@ -272,18 +239,15 @@ def pod(offset: int, config: RLConfig, run_dir: RunDir, start: str) -> dict[str,
             {"emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
         ),
     }
+    variables = {OFFSET: str(offset), START: start}
+    limits = {"nvidia.com/gpu": str(settings.gpus)} if settings.gpus else {}
     container = {
         "name": "rl",
         "image": settings.image,
         "command": ["rl", "node", "@", CONFIG],
-        "env": [{"name": OFFSET, "value": str(offset)}, {"name": START, "value": start}],
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
         "envFrom": [{"secretRef": {"name": name}} for name in settings.secrets],
-        "resources": filled(
-            {
-                "limits": {"nvidia.com/gpu": str(settings.gpus)} if settings.gpus else {},
-                "requests": settings.requests,
-            }
-        ),
+        "resources": filled({"limits": limits, "requests": settings.requests}),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }
     spec = {

@@ -6,7 +6,7 @@ all of them (cluster/world.py); servers announce themselves.
 import sys
 import time
 
-from rl.cluster.address import own_address
+from rl.cluster.identity import own_address
 from rl.cluster.world import world_end_s
 from rl.config.command_line import CommandLine, write_config
 from rl.config.plan import plan
@@ -21,11 +21,9 @@ from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir, is_run
 from rl.run_dir.status import MACHINE_LEASE
 from rl.system.children import PYTHON, Child, RestartPolicy
-from rl.system.errors import ConfigError, RunError
 
-TAKEN, UNFIT = 76, 77
-"""Exit codes of a leader that finds another one; and of one whose machine lacks what it needs,
-before it has touched the run."""
+TAKEN = 76
+"""Exit code of a leader that finds another one."""
 REPORT_S = 10.0
 """Seconds that the launcher of worlds has for its own end when those of all machines have ended."""
 TRY_S = 1.0
@@ -51,38 +49,26 @@ def on_a_cluster(config: RLConfig) -> Placement:
 
     def roles(run_dir: RunDir) -> list[Role]:
         launcher = [*PYTHON, "-m", "rl.cluster.world", "@", str(run_dir.config)]
-        trainer = Role(
-            "trainer", launcher, {}, leaves_copy=True, stop_s=world_end_s(config, "save") + REPORT_S
-        )
-        orchestrator = Role(
-            "orchestrator", command("orchestrator", run_dir, 1), {}, leaves_copy=True
-        )
+        stop_s = world_end_s(config, "save") + REPORT_S
+        trainer = Role("trainer", launcher, {}, leaves_copy=True, stop_s=stop_s)
+        words = command("orchestrator", run_dir, 1)
+        orchestrator = Role("orchestrator", words, {}, leaves_copy=True)
         return [trainer] if config.sft else [orchestrator, trainer]
 
     return Placement(config, roles)
 
 
 def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:
-    """Starts or continues the run. Returns the exit code of `rl`, TAKEN or UNFIT. Raises
-    RunError, OSError and Stopped."""
-    line.resume, fits = -1 if is_run(config.run_dir.root) else None, False
+    """Starts or continues the run. Returns the exit code of `rl`, or TAKEN. Raises RunError,
+    OSError and Stopped."""
+    line.resume = -1 if is_run(config.run_dir.root) else None
     again = resume_command(["@", str(config.run_dir.config)])
-
-    def place(config: RLConfig) -> Placement:
-        nonlocal fits
-        fits = True  # `launch` has looked at the machine; from now on a fault is the run's
-        return on_this_machine(config) if plan(config).is_one_machine else on_a_cluster(config)
-
+    place = on_this_machine if plan(config).is_one_machine else on_a_cluster
     try:
         return launch(config, line, children, again, place)
     except RoleTakenError as error:
         print(f"rl: {error}", file=sys.stderr)
         return TAKEN
-    except (RunError, OSError, ImportError) as error:
-        if fits or isinstance(error, ConfigError):
-            raise
-        print(f"rl: {error}", file=sys.stderr)
-        return UNFIT
 
 
 class Leader:
@@ -92,30 +78,15 @@ class Leader:
         self, config: RLConfig, index: int, children: Children, environment: dict[str, str]
     ):
         """`environment`: further variables of the leader."""
-        self.config, self.lock, self.logs, self.children = (
-            config,
-            config.run_dir.lock("rl"),
-            config.run_dir.logs,
-            children,
-        )
-        self.nodes, self.environment = Nodes(config.run_dir), environment
+        self.lock, self.logs = config.run_dir.lock("rl"), config.run_dir.logs
+        self.children, self.environment = children, environment
+        self.nodes = Nodes(config.run_dir)
         path = self.nodes.config_path(index)
         write_config(path, config)  # the user's file may change while the run lasts
-        self.command = [
-            *PYTHON,
-            "-m",
-            "rl.main",
-            "node",
-            "--lead",
-            "@",
-            str(path),
-            "--cluster.index",
-            str(index),
-        ]
+        words = ["node", "--lead", "@", str(path), "--cluster.index", str(index)]
+        self.command = [*PYTHON, "-m", "rl.main", *words]
         self.child: Child | None = None
         self.attempt: Attempt | None = None
-        self.fault = ""
-        """Why no leader can run on this machine; on another one it may."""
         self.try_at = time.monotonic() + index * TRY_S
         settings = config.supervisor
         self.restarts = RestartPolicy(
@@ -130,17 +101,13 @@ class Leader:
         `may_lead`: whether this machine reaches others. One that does not leaves the role to them.
         """
         if self.child and not may_lead:
-            print(
-                "node: this machine reaches none of the others over the network: another one "
-                "is to lead the run",
-                flush=True,
-            )
+            say("this machine reaches none of the others over the network: another one is to lead")
             self.children.kill_tree(self.child)
             self.child = None
         if self.child:
             code = self.child.exit_code
             return None if code is None else self._ended(self.child, code)
-        if may_lead and not self.fault and time.monotonic() >= self.try_at:
+        if may_lead and time.monotonic() >= self.try_at:
             self.try_at = time.monotonic() + TRY_S
             if self._is_free(takes_over=True):
                 self.child = self.children.start("rl", self.command, self.environment, self.logs)
@@ -155,32 +122,26 @@ class Leader:
         """
         self.lock.parent.mkdir(parents=True, exist_ok=True)
         self.attempt = self.attempt or Attempt(self.lock)
-        if lease := self.attempt.take():
-            if takes_over and (world := self.nodes.world()):
-                self.nodes.stop_world(world, "kill")
-            lease.close()
-            before, self.attempt = self.attempt.owner, None
-            if (
-                before
-                and before.machine
-                and before.machine != self.environment.get(MACHINE_LEASE)
-                and before.lives() is None
-            ):
-                # it led, and nothing has been heard of it
-                declare_lost(self.lock.parent / before.machine)
-        return lease is not None
+        lease = self.attempt.take()
+        if not lease:
+            return False
+        if takes_over and (world := self.nodes.world()):
+            self.nodes.stop_world(world, "kill")
+        lease.close()
+        owner, self.attempt = self.attempt.owner, None
+        if (
+            owner
+            and owner.machine
+            and owner.machine != self.environment.get(MACHINE_LEASE)
+            and owner.lives() is None
+        ):
+            # it led, and nothing has been heard of it
+            declare_lost(self.lock.parent / owner.machine)
+        return True
 
     def _ended(self, child: Child, code: int) -> tuple[int, str] | None:
         self.children.kill_tree(child)
         self.child = None
-        if code == UNFIT:
-            self.fault = last_words(child.log)
-            print(
-                f"node: this machine cannot lead the run, another one is to: {self.fault} "
-                f"(log: {child.log})",
-                flush=True,
-            )
-            return None
         # a leader that lost its role is not the end of the run
         if code == TAKEN or (code and not self._is_free()):
             return None
@@ -190,10 +151,10 @@ class Leader:
         delay_s = self.restarts.delay_s(len(self.deaths), self.deaths)
         if delay_s is None:
             return 1, f"the leader {child.ending()}, {len(self.deaths)} times; see {child.log}"
-        print(
-            f"node: the leader {child.ending()}; it starts again in {delay_s:g} s (log: "
-            f"{child.log})",
-            flush=True,
-        )
+        say(f"the leader {child.ending()}; it starts again in {delay_s:g} s (log: {child.log})")
         self.try_at = time.monotonic() + delay_s
         return None
+
+
+def say(text: str) -> None:
+    print(f"node: {text}", flush=True)

@@ -22,9 +22,8 @@ from typing import Any
 
 import msgspec
 
-from rl.cluster.address import own_address
 from rl.cluster.agent import Agent
-from rl.cluster.index import index_of
+from rl.cluster.identity import index_of, own_address
 from rl.cluster.lead import Leader, run_leader, with_open_hosts
 from rl.cluster.reach import Reach
 from rl.config.command_line import from_toml, load_config_or_exit, to_toml
@@ -38,7 +37,6 @@ from rl.launch.roles import Role
 from rl.run_dir.lease import (
     LEASE_S,
     ROLE_WAIT_S,
-    declare_lost,
     hold_role,
     lease_path,
     lost_to,
@@ -93,9 +91,10 @@ def main(args: list[str], children: Children) -> int:
             "the configuration has no [cluster]: give --cluster.nodes, or start the run as `rl`"
         )
     index, config = index_of(config.cluster), with_open_hosts(config.with_absolute_paths())
-    if leads and plan(config).is_one_machine and config.cluster:
+    cluster = config.cluster
+    if leads and cluster and plan(config).is_one_machine:
         # Slurm sends it SIGTERM, and a bit later so does `rl node`, which does not know that.
-        children.forwarded_s = max(children.forwarded_s, config.cluster.grace_s)
+        children.forwarded_s = max(children.forwarded_s, cluster.grace_s)
     try:
         return run_leader(config, line, children) if leads else Node(config, index, children).run()
     except ConfigError:
@@ -110,23 +109,18 @@ class Node:
 
     def __init__(self, config: RLConfig, index: int, children: Children):
         assert config.cluster is not None
-        self.config, self.cluster, self.index, self.children = (
-            config,
-            config.cluster,
-            index,
-            children,
-        )
-        self.run_dir, self.nodes = config.run_dir, Nodes(config.run_dir)
-        self.roles = plan(config).roles(index)
+        self.config, self.cluster, self.index = config, config.cluster, index
+        self.children, self.run_dir, self.nodes = children, config.run_dir, Nodes(config.run_dir)
+        self.plan, box = plan(config), machine()
+        self.roles = self.plan.roles(index)
         self.lease = hold_role(self.nodes.lock(index), ROLE_WAIT_S)
-        box = machine()
         self.environment = {
             NODE_ADDRESS: own_address(),
             MACHINE_LEASE: str(self.lease.path.relative_to(self.run_dir.status_dir)),
         }
         self.stop_s = STOP_DEADLINE_S
         # its leader waits for the trainer's checkpoint, and then has to report
-        if plan(config).is_one_machine:
+        if self.plan.is_one_machine:
             self.environment[GRACE] = f"{self.cluster.grace_s:g}"
             self.stop_s = max(STOP_DEADLINE_S, self.cluster.grace_s) + REPORT_S
         self.status = NodeStatus(
@@ -154,17 +148,15 @@ class Node:
         self.signs, self.looked = Staleness(), 0.0
         """Signs of life of the leader, and the time (time.monotonic) of the last look at them."""
         self.reach = Reach(self.nodes, index)
-        trains = "trainer" in self.roles and not plan(config).is_one_machine
-        self.agent = (
-            Agent(config, index, self.lease.number, self.share, children, self.environment)
-            if trains
-            else None
-        )
-        self.leader = (
-            Leader(config, index, children, self.environment) if "trainer" in self.roles else None
-        )
+        self.agent: Agent | None = None
+        self.leader: Leader | None = None
         self.server: Keeper | None = None
         """Of a machine that serves, once its server was started."""
+        if "trainer" in self.roles:
+            self.leader = Leader(config, index, children, self.environment)
+            if not self.plan.is_one_machine:
+                lease = self.lease.number
+                self.agent = Agent(config, index, lease, self.share, children, self.environment)
 
     def fit(self, box: Machine) -> devices.Split:
         """Returns this machine's devices. If it cannot take part, its status says why, and
@@ -175,36 +167,22 @@ class Node:
                 raise RunError(fault)
             share = own_share(self.config, self.roles, box)
         except RunError as error:
-            self.nodes.write(
-                self.nodes.status_path(self.index),
-                msgspec.structs.replace(self.status, fault=str(error)),
-            )
+            status = msgspec.structs.replace(self.status, fault=str(error))
+            self.nodes.write(self.nodes.status_path(self.index), status)
             self.lease.close()
-            if over := self.all_have_faults(error.exit_code):
-                self.nodes.end(over)
-                raise
-            raise RunError(str(error), RESTART) from None
-        self.status = msgspec.structs.replace(
-            self.status, ranks=share.ranks if "trainer" in self.roles else 0
-        )
+            peers = [i for i in range(self.plan.nodes) if self.plan.roles(i) == self.roles]
+            statuses = self.nodes.statuses(peers)
+            faults = {
+                status.fault: f"machine {index} ({status.host}): {status.fault}"
+                for index, status in statuses.items()
+            }
+            if "" in faults or len(statuses) < len(peers):
+                raise RunError(str(error), RESTART) from None
+            self.nodes.end(self.run_over(error.exit_code, "\n".join(faults.values())))
+            raise
+        ranks = share.ranks if "trainer" in self.roles else 0
+        self.status = msgspec.structs.replace(self.status, ranks=ranks)
         return share
-
-    def all_have_faults(self, exit_code: int) -> RunOver | None:
-        """Returns the end of the run if no machine with a role of this one can do what it is
-        for."""
-        peers = [
-            index
-            for index in range(plan(self.config).nodes)
-            if plan(self.config).roles(index) == self.roles
-        ]
-        statuses = self.nodes.statuses(peers)
-        if not all(index in statuses and statuses[index].fault for index in peers):
-            return None
-        named = {
-            status.fault: f"machine {index} ({status.host}): {status.fault}"
-            for index, status in statuses.items()
-        }
-        return self.run_over(exit_code, "\n".join(named.values()))
 
     def run_over(self, exit_code: int, text: str) -> RunOver:
         return RunOver(exit_code=exit_code, text=text, time=time.time(), start=self.status.start)
@@ -235,76 +213,62 @@ class Node:
             self.children.stop_caught()
             say(f"{stopped}: leaving within {self.cluster.grace_s:g} s")
             self.leave()
-            return self.finish(
-                START_AGAIN if stopped.signum == signal.SIGTERM else 128 + stopped.signum
-            )
+            is_asked = stopped.signum == signal.SIGTERM
+            return self.finish(START_AGAIN if is_asked else 128 + stopped.signum)
         except RunError as error:  # whose exit code tells the engine what to do
             print(f"rl node: {error}", file=sys.stderr, flush=True)
             return self.finish(error.exit_code)
-        say(
-            f"the run is over: {over.text or 'all is done'}"
-            + (f" (exit code {over.exit_code})" if over.exit_code else "")
-        )
+        code = f" (exit code {over.exit_code})" if over.exit_code else ""
+        say(f"the run is over: {over.text or 'all is done'}{code}")
         if self.run_dir.config.exists():
             say(f"it stays so until it is started again: rl @ {self.run_dir.config} --resume")
-        stopped = over.exit_code > 128  # on request: nothing failed
-        if stopped:
+        if over.exit_code > 128:  # on request: nothing failed
             self.leave()
-        return self.finish(0 if stopped or not over.exit_code else GIVE_UP)
+            return self.finish(0)
+        return self.finish(GIVE_UP if over.exit_code else 0)
 
     def poll(self) -> RunOver | None:
         """Does what is due. Returns the end of the run, once it has ended. Raises RunError if
         this machine cannot go on."""
         self.publish()
         self.children.poll()
-        for index, status in self.reach.ended().items():
-            # so that its successor need not wait
-            declare_lost(lease_path(self.nodes.lock(index), status.lease))
         over = self.nodes.over()
         if over and over.start == self.status.start:
             return over
         if self.agent:
             self.agent.poll(self.nodes.world())
-        over = None
-        if self.leader and (end := self.leader.poll(may_lead=not self.reach.is_alone())):
-            over = self.run_over(*end)
-        elif self.leader and self.leader.fault:
-            over = self.all_have_faults(GIVE_UP)
-        elif not self.leader:
+        if not self.leader:
             self.serve_or_end()
-        if over:
-            # the disk is full, on which others cannot lead either
-            with contextlib.suppress(OSError):
-                self.nodes.end(over)
-        elif not self.leader or self.leader.fault:
             self.check_leader()
+            return None
+        end = self.leader.poll(may_lead=not self.reach.is_alone())
+        if end is None:
+            return None
+        over = self.run_over(*end)
+        # the disk is full, on which others cannot lead either
+        with contextlib.suppress(OSError):
+            self.nodes.end(over)
         return over
 
     def publish(self) -> None:
         """Writes this machine's status if it has changed, or is older than a heartbeat. Raises
         RunError if another one has its index."""
-        agent = self.agent
-        roles = [*self.roles, *(["leader"] if self.leader and self.leader.child else [])]
-        doing: dict[str, Any] = {"roles": roles, "leaving": self.leaving, "door": self.reach.port}
-        doing |= {
+        leads = self.leader and self.leader.child
+        fields: dict[str, Any] = {
+            "roles": [*self.roles, *(["leader"] if leads else [])],
+            "leaving": self.leaving,
+            "door": self.reach.port,
             "cut_off": self.reach.cut_off(),
-            "ended": [*self.reach.ended()],
-            "fault": self.leader.fault if self.leader else "",
         }
-        if agent:
-            doing |= {
-                "generation": agent.generation,
-                "agent": agent.state,
-                "exit_code": agent.exit_code,
-                "log": agent.log,
-                "port": agent.port,
-            }
-        status = msgspec.structs.replace(self.status, **doing)
-        if status != self.status or time.monotonic() >= self.beat_at:
+        if agent := self.agent:
+            names = "generation", "exit_code", "log", "port"
+            fields |= {"agent": agent.state} | {name: getattr(agent, name) for name in names}
+        status = msgspec.structs.replace(self.status, **fields)
+        now = time.monotonic()
+        if status != self.status or now >= self.beat_at:
             self.check_lease()
             self.status = msgspec.structs.replace(status, heartbeat=time.time())
             self.nodes.write(self.nodes.status_path(self.index), self.status)
-            now = time.monotonic()
             # at first more often, so that others see at once that it lives
             self.beat_at = now + min(HEARTBEAT_S, now - self.began)
 
@@ -314,12 +278,11 @@ class Node:
         try:
             self.lease.check()
         except RunError:
-            text = (
-                f"{self.run_dir.root}: machine {self.index} counts as lost, or is replaced: it "
-                f"gave no sign of life for {LEASE_S:.0f} s"
-            )
             raise RunError(
-                f"{text}, or could not be reached; it ends, and may be started again", RESTART
+                f"{self.run_dir.root}: machine {self.index} counts as lost, or is replaced: it "
+                f"gave no sign of life for {LEASE_S:.0f} s, or could not be reached; it ends, and "
+                "may be started again",
+                RESTART,
             ) from None
 
     def serve_or_end(self) -> None:
@@ -328,14 +291,10 @@ class Node:
         try:
             self.serve()
         except RunError as error:
-            own = self.run_dir.status(f"inference-node{self.index}")
-            others = [
-                status
-                for path in server_files(self.run_dir.status_dir)
-                if path != own and (status := read_status(path))
-            ]
-            if any(status.address for status in others):
-                raise RunError(str(error), RESTART) from None
+            mine = self.run_dir.status(f"inference-node{self.index}")
+            for path in server_files(self.run_dir.status_dir):
+                if path != mine and (status := read_status(path)) and status.address:
+                    raise RunError(str(error), RESTART) from None
             self.nodes.end(self.run_over(GIVE_UP, str(error)))
             raise
 
@@ -348,48 +307,36 @@ class Node:
                     raise death.verdict
                 say(f"{death.role} {death.reason}, {death.again}")
         elif self.is_prepared():
-            events = self.run_dir.events.with_name(
-                f"{self.run_dir.events.stem}-node{self.index}.jsonl"
-            )
+            name = f"{self.run_dir.events.stem}-node{self.index}.jsonl"
+            events = self.run_dir.events.with_name(name)
             self.server = Keeper(self.config, self.run_dir, self.children, say, events)
             self.server.begin([self.server_role()])
 
     def server_role(self) -> Role:
         """Returns how to start this machine's inference server."""
         name, share = f"inference-node{self.index}", self.share.inference
-        implied = {
-            key: value
-            for key, value in self.share.vllm.items()
-            if key not in self.config.inference.vllm
-        }
-        flags = [
-            word
-            for key, value in implied.items()
-            for word in (f"--inference.vllm.{key}", str(value))
-        ]
-        command = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config), *flags]
+        command = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config)]
+        for key, value in self.share.vllm.items():
+            if key not in self.config.inference.vllm:
+                command += [f"--inference.vllm.{key}", str(value)]
         variables = share.env | self.environment | {SERVER_NAME: name}
         return Role(name, command, variables, share.cores, leaves_copy=True)
 
     def is_prepared(self) -> bool:
         """Returns whether the run's config.toml is that of this start. Raises RunError if
         somebody leads and it is not so for long."""
-        try:
-            prepared = (
-                self.run_dir.config.exists()
-                and digest(from_toml(self.run_dir.config)) == self.status.config
-            )
-        except ConfigError:
-            prepared = False
-        differs = not prepared and self.run_dir.config.exists() and self.signs.moved("leader")
+        path, prepared = self.run_dir.config, False
+        with contextlib.suppress(ConfigError):
+            prepared = path.exists() and digest(from_toml(path)) == self.status.config
         if (
-            differs
-            and self.signs.look("config", self.run_dir.config.stat().st_mtime_ns) > PREPARED_S
+            not prepared
+            and path.exists()
+            and self.signs.moved("leader")
+            and self.signs.look("config", path.stat().st_mtime_ns) > PREPARED_S
         ):
-            remedy = "start all machines with the same file and flags, and the same version of rl"
             raise RunError(
-                f"this machine's configuration differs from {self.run_dir.config}, which the "
-                f"leader has written: {remedy}"
+                f"this machine's configuration differs from {path}, which the leader has written: "
+                "start all machines with the same file and flags, and the same version of rl"
             )
         return prepared
 
@@ -404,12 +351,10 @@ class Node:
         path = lease_path(lock, number)
         sign = (number, path.stat().st_mtime_ns if path.exists() else 0)
         if self.signs.look("leader", sign) >= self.cluster.join_timeout_s:
-            reason = (
-                f"nobody has led the run in {self.run_dir.root} for cluster.join_timeout_s = "
-                f"{self.cluster.join_timeout_s:g} s"
-            )
             raise RunError(
-                f"{reason}: do the machines that train run `rl node`, and see the same directory?",
+                f"nobody has led the run in {self.run_dir.root} for cluster.join_timeout_s = "
+                f"{self.cluster.join_timeout_s:g} s: do the machines that train run `rl node`, and "
+                "see the same directory?",
                 START_AGAIN,
             )
 
@@ -449,27 +394,28 @@ def own_share(config: RLConfig, roles: list[str], box: Machine) -> devices.Split
     """Returns the devices of this machine's one role: all of them, or as many as trainer.gpus or
     inference.gpus says, unless these two only say how to divide the machines. Raises
     ConfigError."""
-    own = config.model_copy(deep=True)
+    config = config.model_copy(deep=True)
+    trainer, inference = config.trainer, config.inference
     if is_ratio(config):
-        own.trainer.gpus = own.inference.gpus = None
-    if "inference" in roles and "trainer" not in roles and (fault := devices.check_build(own, box)):
-        raise ConfigError(fault.removeprefix("warning: "))
+        trainer.gpus = inference.gpus = None
     # they divide the ranks of all machines
-    own.trainer.dp_replicate = own.trainer.context_parallel = own.trainer.expert_parallel = 1
+    trainer.dp_replicate = trainer.context_parallel = trainer.expert_parallel = 1
     if "trainer" in roles:
-        own.trainer.gpus = len(box.gpus) if own.trainer.gpus is None else own.trainer.gpus
-        own.inference.gpus = 0
+        trainer.gpus = len(box.gpus) if trainer.gpus is None else trainer.gpus
+        inference.gpus = 0
     else:
-        own.trainer.gpus, own.trainer.ranks, own.trainer.cpus = 0, None, None
-    return devices.split(own, box)
+        if fault := devices.check_build(config, box):
+            raise ConfigError(fault.removeprefix("warning: "))
+        trainer.gpus, trainer.ranks, trainer.cpus = 0, None, None
+    return devices.split(config, box)
 
 
 def digest(config: RLConfig) -> str:
     """Returns a short hash of the settings that all machines must share."""
-    shared = config.model_copy(
-        update={"cluster": config.cluster and config.cluster.model_copy(update={"index": None})}
-    )
-    return blake2b(to_toml(shared).encode(), digest_size=4).hexdigest()
+    config = config.model_copy(deep=True)
+    if config.cluster:
+        config.cluster.index = None
+    return blake2b(to_toml(config).encode(), digest_size=4).hexdigest()
 
 
 def say(text: str) -> None:

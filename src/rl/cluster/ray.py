@@ -86,14 +86,16 @@ class NodeActor:
         self.logs.mkdir(parents=True, exist_ok=True)
         # Ray sets it to the CPUs of the actor, 1
         env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-        env |= variables
         with next_log(self.logs, self.name).open("ab") as log:
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            command = [sys.executable, *self.arguments]
-            process = subprocess.Popen(
-                command, env=env, **streams, start_new_session=True, preexec_fn=end_with_parent
+            self.process = process = subprocess.Popen(
+                [sys.executable, *self.arguments],
+                env=env | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
-        self.process = process
         while True:
             try:
                 return process.wait(POLL_S)
@@ -117,12 +119,10 @@ def faults(config: RLConfig) -> Iterator[Fault]:
     if not importlib.util.find_spec("ray"):
         yield "cluster.engine", "ray", MISSING
     if (address := cluster_of(config).ray.address).startswith("ray://"):
-        yield (
-            "cluster.ray.address",
-            address,
-            "is that of Ray's client: give HOST:6379, or use `ray job submit` with the "
-            "address auto",
+        remedy = (
+            "is that of Ray's client: give HOST:6379, or use `ray job submit` with the address auto"
         )
+        yield "cluster.ray.address", address, remedy
 
 
 def stays(config: RLConfig) -> bool:
@@ -132,10 +132,8 @@ def stays(config: RLConfig) -> bool:
 
 def render(config: RLConfig, run_dir: RunDir) -> str:
     """Returns the commands of the actors."""
-    return "".join(
-        f"rl node {shlex.join(place_of(run_dir, index))}\n"
-        for index in range(cluster_of(config).nodes)
-    )
+    places = [place_of(run_dir, index) for index in range(cluster_of(config).nodes)]
+    return "".join(f"rl node {shlex.join(place)}\n" for place in places)
 
 
 def place_of(run_dir: RunDir, index: int) -> list[str]:
@@ -173,19 +171,15 @@ def run(
         code, text = 128 + stop.signum, f"{stop}: stopping all machines (once more kills at once)"
     except RunError as error:
         code, text = error.exit_code, f"rl: {error}"
+        if code == RESTART:
+            text += f"\nresume with: {resume_command(['@', str(run_dir.config)])}"
     if text:
         say(text)
-    if code == RESTART:
-        print(
-            f"resume with: {resume_command(['@', str(run_dir.config)])}",
-            file=sys.stderr,
-            flush=True,
-        )
     driver.close()
     return code
 
 
-def given_variables() -> dict[str, str]:
+def own_variables() -> dict[str, str]:
     """Returns the environment variables that machines get from here: those of the user's shell, but
     for what describes this machine.
 
@@ -193,75 +187,63 @@ def given_variables() -> dict[str, str]:
     runtime environment. In a job of Ray there is no such shell, and its actors have the job's
     runtime environment, apart from OMP_NUM_THREADS, which they remove.
     """
-    if job := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        given = json.loads(job).get("runtime_env", {}).get("env_vars", {})
-        return {key: os.environ[key] for key in ("OMP_NUM_THREADS",) if key in given}
-    return {key: value for key, value in os.environ.items() if not OF_A_MACHINE.match(key)}
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "null")
+    if job is None:
+        return {key: value for key, value in os.environ.items() if not OF_A_MACHINE.match(key)}
+    names = {"OMP_NUM_THREADS"} & job.get("runtime_env", {}).get("env_vars", {}).keys()
+    return {key: os.environ[key] for key in names}
 
 
 class Driver:
     """The machines of a run on Ray."""
 
     def __init__(self, ray: Any, config: RLConfig, run_dir: RunDir, program: Sequence[str]):
-        self.ray, self.cluster, self.run_dir, self.program = (
-            ray,
-            cluster_of(config),
-            run_dir,
-            program,
-        )
+        self.ray, self.cluster = ray, cluster_of(config)
+        self.run_dir, self.program = run_dir, program
         self.head = Head(ray.get_runtime_context().gcs_address)
         self.group: Any = None
         self.actors: list[Any] = []
         self.waiting: dict[Any, int] = {}
         """The calls of `run` that have not returned, and the index of their machine."""
         self.starts = Counter[int]()
-        self.variables = given_variables()
+        self.variables = own_variables()
 
     def place(self) -> None:
         """Gets the machines, and an actor on each. Raises RunError if Ray does not have them
         within cluster.join_timeout_s."""
-        settings, count = self.cluster.ray, self.cluster.nodes
+        settings, count, util = self.cluster.ray, self.cluster.nodes, self.ray.util
         machines = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        found = sorted((int(resources.get("GPU", 0)) for resources in machines), reverse=True)
-        gpus = min(found[:count], default=0) if settings.gpus is None else settings.gpus
+        offered = sorted((int(machine.get("GPU", 0)) for machine in machines), reverse=True)
+        gpus = min(offered[:count], default=0) if settings.gpus is None else settings.gpus
         bundle = {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {}), **settings.resources}
-        self.group = self.ray.util.placement_group([bundle] * count, strategy="STRICT_SPREAD")
+        self.group = util.placement_group([bundle] * count, strategy="STRICT_SPREAD")
         deadline = time.monotonic() + self.cluster.join_timeout_s
-        while self.ray.util.placement_group_table(self.group)["state"] != "CREATED":
+        while util.placement_group_table(self.group)["state"] != "CREATED":
             time.sleep(POLL_S)
             if time.monotonic() >= deadline:
-                wanted = (
-                    f"{count} machines with "
-                    f"{', '.join(f'{key}: {value:g}' for key, value in bundle.items())}"
-                )
-                has = (
-                    f"it has {len(found)}, with {', '.join(map(str, found))} GPUs, some of which "
-                    "may be taken"
-                )
-                remedy = "add machines, or lower cluster.nodes or cluster.ray.gpus"
+                resources = ", ".join(f"{key}: {value:g}" for key, value in bundle.items())
                 raise RunError(
-                    f"Ray did not give {wanted} within cluster.join_timeout_s = "
-                    f"{self.cluster.join_timeout_s:g}: {has}; {remedy}"
+                    f"Ray did not give {count} machines with {resources} within "
+                    f"cluster.join_timeout_s = {self.cluster.join_timeout_s:g}: it has "
+                    f"{len(offered)}, with {', '.join(map(str, offered))} GPUs, some of which may "
+                    "be taken; add machines, or lower cluster.nodes or cluster.ray.gpus"
                 )
             self.check_head()
+        grace_s = self.cluster.grace_s + END_S / 2
+        strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy
         for index in range(count):
-            strategy = self.ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                self.group, index
+            remote = self.ray.remote(NodeActor).options(
+                num_cpus=1,
+                num_gpus=gpus,
+                resources=settings.resources,
+                scheduling_strategy=strategy(self.group, index),
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=2,
             )
-            options = {
-                "num_cpus": 1,
-                "num_gpus": gpus,
-                "resources": settings.resources,
-                "scheduling_strategy": strategy,
-            }
-            lasting = {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": 2}
-            actor = self.ray.remote(NodeActor).options(**options, **lasting)
-            arguments = [*self.program, *place_of(self.run_dir, index)]
-            grace_s = self.cluster.grace_s + END_S / 2
+            words, logs = [*self.program, *place_of(self.run_dir, index)], str(self.run_dir.logs)
             self.actors.append(
-                actor.remote(
-                    arguments, str(self.run_dir.logs), f"node-{index}", self.head.address, grace_s
-                )
+                remote.remote(words, logs, f"node-{index}", self.head.address, grace_s)
             )
             self.start(index, 0.0)
 
@@ -296,26 +278,22 @@ class Driver:
 
     def start_again(self, index: int, code: int) -> None:
         """Starts `rl node` again. Raises RunError if that is useless."""
-        log = newest_log(self.run_dir.logs, f"node-{index}")
-        text = f"machine {index} ended with exit code {code} ({log}):\n" + "\n".join(
-            last_lines(log)
-        )
+        log, starts = newest_log(self.run_dir.logs, f"node-{index}"), self.starts[index]
+        lines = [f"machine {index} ended with exit code {code} ({log}):", *last_lines(log)]
         if code in (WRONG_SETTINGS, GIVE_UP):
-            raise RunError(text, code)
-        if self.starts[index] > self.cluster.max_requeues:
-            raise RunError(
-                f"{text}\nIt was started {self.starts[index]} times, as cluster.max_requeues "
-                "allows",
-                RESTART,
-            )
-        self.start(index, min(LONGEST_DELAY_S, 2.0 ** (self.starts[index] - 1)))
+            raise RunError("\n".join(lines), code)
+        if starts > self.cluster.max_requeues:
+            lines.append(f"It was started {starts} times, as cluster.max_requeues allows")
+            raise RunError("\n".join(lines), RESTART)
+        self.start(index, min(LONGEST_DELAY_S, 2.0 ** (starts - 1)))
 
     def check_head(self) -> None:
         """Raises RunError if Ray's head is lost."""
         if self.head.is_lost():
-            lost = f"Ray's head at {self.head.address} has not answered for {HEAD_S:g} s"
             raise RunError(
-                f"{lost}, and the machines end; start Ray again, then continue this run", RESTART
+                f"Ray's head at {self.head.address} has not answered for {HEAD_S:g} s, and the "
+                "machines end; start Ray again, then continue this run",
+                RESTART,
             )
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ others wait for it.
 """
 
 import contextlib
-import errno
 import math
 import selectors
 import socket
@@ -13,7 +12,7 @@ import time
 
 from rl.run_dir.lease import LEASE_S
 from rl.run_dir.nodes import Nodes, NodeStatus
-from rl.run_dir.status import HEARTBEAT_S, Staleness
+from rl.run_dir.status import Staleness
 
 KNOCK_S = 3.0
 """Seconds between attempts to connect, each of which has as long."""
@@ -44,11 +43,6 @@ class Reach:
         """Index -> time at which a machine with it was last reached, by time.monotonic. Its
         successor, or its own next start, is in the world once it is reached, too. So is one that
         was cut off, as this machine or others said, when this process started."""
-        self.refusing: dict[int, float] = {}
-        """The machines whose kernel, or a firewall, refused the newest attempt, and their
-        heartbeats then."""
-        self.refused: dict[int, NodeStatus] = {}
-        """Those of them whose heartbeat stands still."""
         self.statuses, self.read_at = dict[int, NodeStatus](), -math.inf
         """The newest statuses of the other machines, and the time (time.monotonic) at which they
         were read."""
@@ -63,15 +57,6 @@ class Reach:
         late = [index for index, at in list(self.reached.items()) if now - at >= CUT_S]
         return [index for index in late if index in self.others or self.reached[index] == -math.inf]
 
-    def ended(self) -> dict[int, NodeStatus]:
-        """Returns the machines that were once reached, and now refuse it without a heartbeat:
-        their `rl node` has ended."""
-        return {
-            index: status
-            for index, status in self.refused.items()
-            if self.reached.get(index, -math.inf) > -math.inf
-        }
-
     def is_alone(self) -> bool:
         """Returns whether this machine is the one that is cut off: it reaches none of several
         others."""
@@ -79,38 +64,18 @@ class Reach:
 
     def look(self) -> None:
         """Tries to connect to all other machines, once."""
-        # one that refuses may be back at another door
-        if self.refusing or time.monotonic() - self.read_at >= READ_S:
+        if time.monotonic() - self.read_at >= READ_S:
             self.statuses, self.read_at = self.nodes.statuses(), time.monotonic()
-        statuses = {
+        living = {
             index: status
             for index, status in self.statuses.items()
-            if index != self.index and status.door
+            if index != self.index
+            and status.door
+            and self.heartbeats.look(str(index), status.heartbeat) < LEASE_S
         }
-        silent_s = {
-            index: self.heartbeats.look(str(index), status.heartbeat)
-            for index, status in statuses.items()
-        }
-        found = {index: status for index, status in statuses.items() if silent_s[index] < LEASE_S}
-        answers = knock(found)
-        for index in [index for index, error in answers.items() if error == 0]:
+        for index in knock(living):
             self.reached[index] = time.monotonic()
-        now = self.nodes.statuses(
-            index for index, error in answers.items() if error == errno.ECONNREFUSED
-        )
-        silent_s |= {
-            index: self.heartbeats.look(str(index), status.heartbeat)
-            for index, status in now.items()
-        }
-        still = [
-            index
-            for index in now
-            if silent_s[index] >= 2 * HEARTBEAT_S
-            or self.refusing.get(index) == now[index].heartbeat
-        ]
-        self.refused = {index: now[index] for index in still}
-        self.refusing = {index: status.heartbeat for index, status in now.items()}
-        self.others = sorted(found)
+        self.others = sorted(living)
 
     def _knock_forever(self) -> None:
         while True:
@@ -124,10 +89,9 @@ class Reach:
             time.sleep(max(0.1, began + KNOCK_S - time.monotonic()))
 
 
-def knock(machines: dict[int, NodeStatus]) -> dict[int, int]:
-    """Tries to connect to all machines at once. Returns the error of each that answers within
-    KNOCK_S, 0 for a connection."""
-    answers, deadline = dict[int, int](), time.monotonic() + KNOCK_S
+def knock(machines: dict[int, NodeStatus]) -> list[int]:
+    """Tries to connect to all machines at once. Returns those that are reached within KNOCK_S."""
+    reached, deadline = list[int](), time.monotonic() + KNOCK_S
     with contextlib.ExitStack() as stack:
         waiting = stack.enter_context(selectors.DefaultSelector())
         for index, status in machines.items():
@@ -138,11 +102,11 @@ def knock(machines: dict[int, NodeStatus]) -> dict[int, int]:
                 connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 connection.setblocking(False)
                 connection.connect_ex(address)
-                waiting.register(connection, selectors.EVENT_WRITE, index)
+                waiting.register(connection, selectors.EVENT_WRITE, (index, connection))
         while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in waiting.select(left_s):
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                answers[key.data] = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                index, connection = key.data
                 waiting.unregister(connection)
-    return answers
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    reached.append(index)
+    return reached

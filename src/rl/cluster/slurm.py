@@ -14,11 +14,10 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
-from rl.cluster.index import OFFSET
+from rl.cluster.identity import OFFSET
 from rl.config.base import Fault
-from rl.config.plan import END_S, cluster_of, plan, time_fault
+from rl.config.plan import END_S, cluster_of, plan
 from rl.config.run import RLConfig
 from rl.launch.children import OF_AN_ATTEMPT, Children
 from rl.run_dir.nodes import Nodes
@@ -78,53 +77,18 @@ fi
 
 
 def faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields what Slurm would refuse, or would never start. Raises RunError if it does not
-    answer."""
-    cluster = cluster_of(config)
+    """Yields what Slurm would refuse. Raises RunError if it does not answer."""
     if stays(config):
         return
     if not shutil.which("sbatch"):
-        yield (
-            "cluster.engine",
-            "slurm",
-            "needs `sbatch`, which is not on the PATH: run this on a login node of the cluster",
-        )
-        return
-    listed = partitions(ask(["sinfo", "--noheader", "--format=%P %D %L %l"]))
-    known, machines = {name.removesuffix("*"): facts for name, facts in listed.items()}, 0
-    chosen = cluster.slurm.partition or next(
-        (name.removesuffix("*") for name in listed if name.endswith("*")), ""
-    )
-    for name in chosen.split(",") if chosen else ():
-        if name not in known:
-            yield (
-                "cluster.slurm.partition",
-                chosen,
-                f"is not a partition of this cluster; choose one of {', '.join(known)}",
-            )
-            return
-        machines += known[name].machines
-        if not cluster.slurm.time and (remedy := time_fault(cluster, limit := known[name].limit)):
-            yield (
-                "cluster.slurm.time",
-                "",
-                f"means the limit of partition {name}, {limit}, which {remedy}",
-            )
-    if chosen and cluster.nodes > machines:
-        remedy = (
-            f"is more than the {machines} machines of partition {chosen}: lower it, or set "
-            "cluster.slurm.partition"
-        )
-        yield "cluster.nodes", cluster.nodes, remedy
+        remedy = "needs `sbatch`, which is not on the PATH: run this on a login node of the cluster"
+        yield "cluster.engine", "slurm", remedy
         return
     for script in scripts(config).values():
         done = call(["sbatch", "--test-only"], script)
         if done.returncode:
-            yield (
-                "cluster.slurm",
-                cluster.slurm.model_dump(exclude_defaults=True),
-                f"sbatch refuses the job: {said(done)}",
-            )
+            settings = cluster_of(config).slurm.model_dump(exclude_defaults=True)
+            yield "cluster.slurm", settings, f"sbatch refuses the job: {complaint(done)}"
             return
 
 
@@ -144,20 +108,16 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
     )
     with contextlib.ExitStack() as undo:
         for role, script in reversed(scripts(config).items()):
+            servers = {SERVERS: jobs.get("inference", "")}
             try:
-                done = call(
-                    ["sbatch", "--parsable"],
-                    script,
-                    {SERVERS: jobs.get("inference", "")},
-                    late=unknown,
-                )
+                done = call(["sbatch", "--parsable"], script, servers, late=unknown)
             except Stopped:
                 say(f"rl: {unknown}")
                 raise
             if done.returncode:
                 raise RunError(
                     f"sbatch does not take the job of the machines for {role}, so nothing is "
-                    f"queued: {said(done)}"
+                    f"queued: {complaint(done)}"
                 )
             jobs[role] = done.stdout.strip().partition(";")[0]
             undo.callback(cancel, [jobs[role]], config)
@@ -167,22 +127,13 @@ def submit(config: RLConfig, run_dir: RunDir) -> list[str]:
 
 def active(jobs: list[str], config: RLConfig) -> list[str]:
     """Returns those of the jobs that are queued or running. Raises RunError."""
-    listed = call(["squeue", "--noheader", "--format=%A %F", f"--jobs={','.join(jobs)}"])
-    if listed.returncode and "Invalid job id" not in listed.stderr:
-        raise RunError(
-            f"squeue failed: {said(listed)}; does Slurm's controller run (`scontrol ping`)?"
-        )
-    return [job for job in jobs if job in listed.stdout.split()]
+    listed = ask(["squeue", "--noheader", "--format=%A %F", f"--jobs={','.join(jobs)}"]).split()
+    return [job for job in jobs if job in listed]
 
 
 def cancel(jobs: list[str], config: RLConfig) -> None:
     """Removes jobs; those that have ended are no error. Raises RunError."""
-    done = call(["scancel", "--quiet", *jobs], late=f"jobs {', '.join(jobs)} may still be queued")
-    if done.returncode and "Invalid job id" not in done.stderr:  # not of one that ended long ago
-        raise RunError(
-            f"scancel of {', '.join(jobs)} failed: {said(done)}; does Slurm's controller run "
-            "(`scontrol ping`)?"
-        )
+    ask(["scancel", "--quiet", *jobs], late=f"jobs {', '.join(jobs)} may still be queued")
 
 
 def stays(config: RLConfig, variables: Mapping[str, str] = os.environ) -> bool:
@@ -198,21 +149,16 @@ def run(config: RLConfig, run_dir: RunDir, children: Children) -> int:
     """Runs all machines as one step of this process's allocation. Returns the exit code. Raises
     RunError."""
     cluster, name = cluster_of(config), f"rl-{os.getpid()}"
-    where = [
-        f"--job-name={name}",
-        f"--nodes={cluster.nodes}",
-        f"--ntasks={cluster.nodes}",
-        "--ntasks-per-node=1",
-        "--overlap",
-        "--no-kill",
-    ]
-    own = [
+    options = (
+        f"--job-name={name} --nodes={cluster.nodes} --ntasks={cluster.nodes} --ntasks-per-node=1 "
+        "--overlap --no-kill"
+    )
+    variables = [
         f"export {key}={shlex.quote(os.environ[key])}" if key in os.environ else f"unset {key}"
         for key in OF_AN_ATTEMPT
     ]
-    shell = "\n".join(
-        [*own, *cluster.slurm.setup, f"exec srun {shlex.join([*where, *step(config)])}"]
-    )
+    srun = f"exec srun {options} {shlex.join(step(config))}"
+    shell = "\n".join([*variables, *cluster.slurm.setup, srun])
     child = children.start("slurm", ["bash", "-c", shell], dict(os.environ), run_dir.logs)
     try:
         while child.wait(1.0) is None:
@@ -221,23 +167,11 @@ def run(config: RLConfig, run_dir: RunDir, children: Children) -> int:
         children.stop_caught()
         # srun itself would kill the machines at once. scancel fails if a machine of the allocation
         # has no task, but tells the others.
-        steps = ask(
-            [
-                "squeue",
-                "--steps",
-                "--noheader",
-                f"--jobs={os.environ['SLURM_JOB_ID']}",
-                "--format=%i %j",
-            ]
-        ).splitlines()
-        call(
-            [
-                "scancel",
-                "--quiet",
-                "--signal=TERM",
-                *(line.split()[0] for line in steps if line.split()[1:] == [name]),
-            ]
-        )
+        job = f"--jobs={os.environ['SLURM_JOB_ID']}"
+        listed = ask(["squeue", "--steps", "--noheader", job, "--format=%i %j"])
+        words = [line.split() for line in listed.splitlines()]
+        steps = [step for step, *rest in words if rest == [name]]
+        call(["scancel", "--quiet", "--signal=TERM", *steps])
         child.wait(cluster.grace_s + END_S)
         return 128 + stop.signum
     return child.exit_code or 0
@@ -250,23 +184,18 @@ def scripts(config: RLConfig) -> dict[str, str]:
     """Returns the batch scripts by role: `trainer`, and `inference` if there are machines that
     only serve."""
     cluster, division = cluster_of(config), plan(config)
-    shrinks = (
-        ["--no-kill"]
-        if (cluster.min_trainer_nodes or division.trainers) < division.trainers
-        else []
-    )
-    result = {
-        "trainer": script(
-            config, f"--nodes={division.trainers}", "%j", '"$SLURM_JOB_ID"', shrinks, last=LAST
-        )
-    }
-    if division.servers:
+    trainers, servers = division.trainers, division.servers
+    shrinks = ["--no-kill"] if (cluster.min_trainer_nodes or trainers) < trainers else []
+    nodes, job = f"--nodes={trainers}", '"$SLURM_JOB_ID"'
+    result = {"trainer": script(config, nodes, "%j", job, shrinks, last=LAST)}
+    if servers:
         # The id of one element is also that of the array, so elements are named by both numbers.
-        job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
-        index = f'export RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" {OFFSET}={division.trainers}\n'
-        result["inference"] = script(
-            config, f"--nodes=1 --array=0-{division.servers - 1}", "%A_%a", job, [], begin=index
+        nodes, job = (
+            f"--nodes=1 --array=0-{servers - 1}",
+            '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"',
         )
+        index = f'export RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" {OFFSET}={trainers}\n'
+        result["inference"] = script(config, nodes, "%A_%a", job, [], begin=index)
     return result
 
 
@@ -294,67 +223,40 @@ def script(
         *shrinks,
         "--requeue",
         "--export=ALL",
-    ]
-    options += [
         f"--signal=TERM@{math.ceil(cluster.grace_s) + END_S}",
         "--open-mode=append",
         f"--output={output}",
     ]
-    given = {
-        key: getattr(cluster.slurm, key) or os.environ.get(f"SBATCH_{key.upper()}")
-        for key in OF_A_JOB
-    }
-    options += [
-        *(f"--{key}={value}" for key, value in given.items() if value),
-        *cluster.slurm.extra,
-    ]
-    variables = (
+    for key in OF_A_JOB:
+        if value := getattr(cluster.slurm, key) or os.environ.get(f"SBATCH_{key.upper()}"):
+            options.append(f"--{key}={value}")
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {quote(option)}" for option in [*options, *cluster.slurm.extra]),
+        *cluster.slurm.setup,
+        f"cd {shlex.quote(os.getcwd())} || exit 3",
         f"over={shlex.quote(str(Nodes(config.run_dir).over_path))} most={cluster.max_requeues} "
-        f"job={job}\n"
-    )
-    place = f"cd {shlex.quote(os.getcwd())} || exit 3\n"
-    run = f"srun {shlex.join([*shrinks, *step(config)])} &\nstep=$!\n"
-    head = "".join(
-        f"{line}\n"
-        for line in [
-            "#!/bin/bash",
-            *(f"#SBATCH {quote(option)}" for option in options),
-            *cluster.slurm.setup,
-        ]
-    )
-    return head + place + variables + begin + BEGIN + run + END + last + "exit $code\n"
+        f"job={job}",
+    ]
+    srun = f"srun {shlex.join([*shrinks, *step(config)])} &\nstep=$!\n"
+    return "\n".join([*lines, begin + BEGIN + srun + END + last + "exit $code\n"])
 
 
 def step(config: RLConfig) -> list[str]:
     """Returns the end of an srun command: a task on each machine, none of which ends the others."""
-    image = cluster_of(config).slurm.container_image
-    folders = [
-        str(config.run_dir.root.parent),
-        os.getcwd(),
-        config.trainer.weights.dir or "",
-        config.model.name,
-    ]
-    mounts = ",".join(f"{path}:{path}" for path in dict.fromkeys(folders) if os.path.isabs(path))
-    container = (
-        [
+    image, here = cluster_of(config).slurm.container_image, os.getcwd()
+    container = []
+    if image:
+        weights = config.trainer.weights.dir or ""
+        folders = str(config.run_dir.root.parent), here, weights, config.model.name
+        mounts = [f"{path}:{path}" for path in dict.fromkeys(folders) if os.path.isabs(path)]
+        container = [
             f"--container-image={image}",
-            f"--container-mounts={mounts}",
-            f"--container-workdir={os.getcwd()}",
+            f"--container-mounts={','.join(mounts)}",
+            f"--container-workdir={here}",
         ]
-        if image
-        else []
-    )
-    return [
-        "--kill-on-bad-exit=0",
-        "--wait=0",
-        "--cpu-bind=none",
-        *container,
-        "bash",
-        "-c",
-        TASK,
-        "rl",
-        *command(config),
-    ]
+    options = ["--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", *container]
+    return [*options, "bash", "-c", TASK, "rl", *command(config)]
 
 
 def command(config: RLConfig) -> list[str]:
@@ -366,36 +268,19 @@ def command(config: RLConfig) -> list[str]:
 def quote(option: str) -> str:
     """Quotes an option as sbatch reads it in a script: by its own rules, which are not those of
     a shell."""
-    return (
-        option
-        if re.fullmatch(r"[\w%+,./:=@^-]+", option)
-        else '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
-    )
+    if re.fullmatch(r"[\w%+,./:=@^-]+", option):
+        return option
+    return '"' + re.sub(r'(["\\])', r"\\\1", option) + '"'
 
 
 # Commands of Slurm --------------------------------------------------------------------------------
 
 
-class Partition(NamedTuple):
-    """What `sinfo` says of a partition."""
-
-    machines: int
-    limit: str
-    """Time limit of a job that asks for none."""
-
-
-def partitions(listing: str) -> dict[str, Partition]:
-    """Returns the partitions by name, the default one with an asterisk, from `sinfo --format="%P
-    %D %L %l"`."""
-    found: dict[str, Partition] = {}
-    for name, number, default, longest in (line.split() for line in listing.splitlines()):
-        before = found[name].machines if name in found else 0
-        found[name] = Partition(before + int(number), longest if default == "n/a" else default)
-    return found
-
-
 def call(
-    command: list[str], script: str = "", more: Mapping[str, str] | None = None, late: str = ""
+    command: list[str],
+    script: str = "",
+    variables: Mapping[str, str] | None = None,
+    late: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command of Slurm, without the variables of a job around it, and those of the user's
     own jobs.
@@ -404,9 +289,8 @@ def call(
     """
     # defaults of options come before what a script says
     outer = re.compile(r"SLURM_(?!CONF$)|SBATCH_")
-    env = {key: value for key, value in inherited().items() if not outer.match(key)} | dict(
-        more or {}
-    )
+    env = {key: value for key, value in inherited().items() if not outer.match(key)}
+    env |= variables or {}
     try:
         return subprocess.run(
             command, input=script, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
@@ -416,24 +300,25 @@ def call(
             f"there is no `{command[0]}` on the PATH: run this on a login node of the cluster"
         ) from None
     except subprocess.TimeoutExpired:
-        text = (
-            f"{command[0]} has not answered for {TIMEOUT_S:.0f} s: does Slurm's controller run "
-            "(`scontrol ping`)?"
-        )
-        raise RunError(f"{text}; {late}" if late else text) from None
-
-
-def ask(command: list[str]) -> str:
-    """Returns what a command of Slurm prints. Raises RunError if it fails."""
-    done = call(command)
-    if done.returncode:
         raise RunError(
-            f"{command[0]} failed: {said(done)}; does Slurm's controller run (`scontrol ping`)?"
+            f"{command[0]} has not answered for {TIMEOUT_S:.0f} s: does Slurm's controller run "
+            f"(`scontrol ping`)?{'; ' if late else ''}{late}"
+        ) from None
+
+
+def ask(command: list[str], late: str = "") -> str:
+    """Returns what a command of Slurm prints, of jobs that ended long ago nothing. Raises RunError
+    if it fails, and as `call`."""
+    done = call(command, late=late)
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise RunError(
+            f"{command[0]} failed: {complaint(done)}; does Slurm's "
+            "controller run (`scontrol ping`)?"
         )
     return done.stdout
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
     """Returns an error message of Slurm on one line."""
     lines = [re.sub(r"^\w+: (error: )?", "", line.strip()) for line in done.stderr.splitlines()]
     return "; ".join(filter(None, lines)) or f"exit code {done.returncode}"

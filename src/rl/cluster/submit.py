@@ -69,24 +69,23 @@ def dry_run(config: RLConfig) -> str:
     """Returns what a command would submit; without an engine, the configuration. Prints that the
     model is not to be found. Raises RunError if a start would find a port in use."""
     check_ports(config)
-    try:
-        if config.cluster is None:
+    if config.cluster is None:
+        try:
             resolve_model(config.model, needs_template=config.plays, needs_weights=False)
-    except RunError as fault:
-        print(f"rl: {fault}", file=sys.stderr)
-    config, engine = (
-        with_open_hosts(config.with_absolute_paths()) if config.cluster else config,
-        engine_of(config),
-    )
+        except RunError as fault:
+            print(f"rl: {fault}", file=sys.stderr)
+        return to_toml(config)
+    config = with_open_hosts(config.with_absolute_paths())
+    engine = engine_of(config)
     return engine.render(config, config.run_dir) if engine else to_toml(config)
 
 
 def start(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:
     """Runs a configuration on this machine or on a cluster, and returns the exit code. Raises
     RunError, OSError and Stopped."""
-    return (
-        submit(config, line, children) if config.cluster else launch(config, line, children, again)
-    )
+    if config.cluster is None:
+        return launch(config, line, children, again)
+    return submit(config, line, children)
 
 
 def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
@@ -94,98 +93,85 @@ def submit(config: RLConfig, line: CommandLine, children: Children) -> int:
     OSError."""
     is_given = "dtype" in config.model.model_fields_set  # the next line makes every key a given one
     config = with_open_hosts(config.with_absolute_paths())
-    run_dir, engine = config.run_dir, engine_of(config)
+    run_dir, nodes, engine = config.run_dir, Nodes(config.run_dir), engine_of(config)
     if queued := active(run_dir, config):  # others would compete with them
         remedy = f"`rl watch {run_dir.root}` shows the run, `rl stop {run_dir.root}` ends it"
         raise RunError(
             f"jobs {', '.join(queued)} of {run_dir.root} are queued or running: {remedy}"
         )
-    raise_all(
-        [
-            f"{setting_text(key, value)}\n    {remedy}"
-            for key, value, remedy in (engine.faults(config) if engine else ())
-        ]
-    )
+    faults = engine.faults(config) if engine else ()
+    raise_all([f"{setting_text(key, value)}\n    {remedy}" for key, value, remedy in faults])
     if config.model.dtype == "float32" and not is_given:
-        print(
+        note(
             "model.dtype = float32, because this machine does not multiply bfloat16; set "
-            "bfloat16 if the run's machines do",
-            flush=True,
+            "bfloat16 if the run's machines do"
         )
-    sees_directory = (
-        config.cluster is None
-        or config.cluster.engine != "kubernetes"
-        or Path(config.cluster.kubernetes.mount).is_dir()
+    kubernetes = (
+        cluster_of(config).kubernetes if cluster_of(config).engine == "kubernetes" else None
     )
-    if not sees_directory and (line.resume is not None or "clean" in line.switches):
-        remedy = (
-            "leave it out, and an existing run is continued; give it where the volume is mounted"
-        )
-        raise RunError(
-            f"{config.output_dir} is not on this machine, so --resume and --clean cannot "
-            f"look at the run: {remedy}"
-        )
+    sees_directory = not kubernetes or Path(kubernetes.mount).is_dir()
     if sees_directory:
-        prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
-        prepared.lease.close()
-        for note in prepared.notes:
-            print(note, flush=True)
-        if prepared.is_done:
-            print(
-                f"{run_dir.root}: all {config.max_steps} steps are done; raise --max_steps "
-                "to continue",
-                flush=True,
-            )
+        if is_done(config, line):
             return 0
-        nodes = Nodes(run_dir)
-        for path in (
-            nodes.jobs_path,
-            *(
-                []
-                if config.cluster and config.cluster.engine == "kubernetes"
-                else [nodes.over_path]
-            ),
-        ):
-            # pods tell by START whether an end concerns them: some of an earlier start may still be
-            # there
-            path.unlink(missing_ok=True)
-        if "view" in line.switches:
-            print(
-                f"--view has no effect on a cluster; see the run with: rl view {run_dir.root}",
-                flush=True,
-            )
+        nodes.jobs_path.unlink(missing_ok=True)
+        # pods tell by START whether an end concerns them: some of an earlier start may still be
+        # there
+        if not kubernetes:
+            nodes.over_path.unlink(missing_ok=True)
+    elif line.resume is not None or "clean" in line.switches:
+        raise RunError(
+            f"{config.output_dir} is not on this machine, so --resume and --clean cannot look at "
+            "the run: leave it out, and an existing run is continued; give it where the volume is "
+            "mounted"
+        )
     if engine and engine.stays(config):
         threading.Thread(target=watch, args=(run_dir, config), name="watch", daemon=True).start()
         code = engine.run(config, run_dir, children)
-        over = Nodes(run_dir).over()
+        over = nodes.over()
         return over.exit_code if over else code  # machines end with 0 also if the run was stopped
     if engine:
         with contextlib.ExitStack() as undo:
             jobs = engine.submit(config, run_dir)
             undo.callback(engine.cancel, jobs, config)
             if sees_directory:
-                nodes = Nodes(run_dir)
                 # of a command that has submitted the run at the same moment: `rl stop` ends these,
                 # too
                 others = nodes.jobs()
-                nodes.write(
-                    nodes.jobs_path,
-                    Jobs(cluster_of(config).engine, [*(others.jobs if others else []), *jobs]),
+                recorded = Jobs(
+                    cluster_of(config).engine, [*(others.jobs if others else []), *jobs]
                 )
+                nodes.write(nodes.jobs_path, recorded)
             undo.pop_all()
-        print(f"submitted {', '.join(jobs)}", flush=True)
-        if not sees_directory:
-            print(
-                f"{run_dir.root} is not on this machine; `rl stop` with the same files and "
-                "flags ends the run",
-                flush=True,
-            )
-            return 0
+        note(f"submitted {', '.join(jobs)}")
     else:
-        print("\n".join(["start on each machine, with its index:", *commands(config)]), flush=True)
+        note("\n".join(["start on each machine, with its index:", *commands(config)]))
+    if not sees_directory:
+        note(
+            f"{run_dir.root} is not on this machine; `rl stop` with the same files and flags ends "
+            "the run"
+        )
+        return 0
     return watch(
         run_dir, config, children, waits=True, is_queued=lambda: is_queued(run_dir, config)
     )
+
+
+def is_done(config: RLConfig, line: CommandLine) -> bool:
+    """Prepares the run's directory. Returns whether there is nothing left to do, and says so."""
+    root = config.run_dir.root
+    prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
+    prepared.lease.close()
+    for text in prepared.notes:
+        note(text)
+    if prepared.is_done:
+        note(f"{root}: all {config.max_steps} steps are done; raise --max_steps to continue")
+    elif "view" in line.switches:
+        note(f"--view has no effect on a cluster; see the run with: rl view {root}")
+    return prepared.is_done
+
+
+def note(text: str) -> None:
+    print(text, flush=True)
 
 
 def commands(config: RLConfig) -> list[str]:

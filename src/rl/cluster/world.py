@@ -45,6 +45,16 @@ LATE_S = 2 * HEARTBEAT_S
 because that one is lost."""
 END_S = 30.0
 """Seconds that an agent may take to end after it was told to, beyond cluster.grace_s."""
+EQUAL = {
+    "software": ("software", "install the same versions on both"),
+    "config": ("configuration", "start both with the same file and flags"),
+    "gpus": (
+        "number of GPUs",
+        "use machines of one kind, or set trainer.gpus to a number that each has",
+    ),
+    "ranks": ("number of ranks", "set trainer.ranks"),
+}
+"""Fields of NodeStatus in which machines that train must be equal: name, and remedy."""
 LINES = 200
 """Lines of a failed agent's log that are repeated in the trainer's."""
 
@@ -53,13 +63,9 @@ class Launcher:
     """Runs one world after the other until the training has ended."""
 
     def __init__(self, config: RLConfig):
-        self.config, self.nodes, self.trainers = (
-            config,
-            Nodes(config.run_dir),
-            plan(config).trainers,
-        )
         assert config.cluster is not None
-        self.cluster = config.cluster
+        self.config, self.cluster, self.nodes = config, config.cluster, Nodes(config.run_dir)
+        self.trainers = plan(config).trainers
         self.least = self.cluster.min_trainer_nodes or self.trainers
         self.heartbeats = Staleness()
         self.here: dict[int, tuple[float, str]] = {}
@@ -67,8 +73,6 @@ class Launcher:
         (time.monotonic), and why it cannot."""
         self.cut_off: list[int] = []
         """Machines that this one does not reach, whether or not they live."""
-        self.gone: list[int] = []
-        """Machines whose `rl node` has ended without a word."""
         self.status = Status(config.run_dir.status(PROCESS), PROCESS)
         self.world = self.nodes.world() or World(generation=0, nodes=[], leases=[], ranks=[])
         """The newest world; at first that of a predecessor, which may not have ended."""
@@ -86,10 +90,10 @@ class Launcher:
 
     def train(self) -> int:
         """Does what `run` does, except for the end of the agents when it raises Stopped."""
-        began = time.monotonic()
-        self.end(self.world, "kill")
+        began, stop = time.monotonic(), "kill"
         while True:
-            self.world = self.form(began)
+            self.end(self.world, stop)
+            self.world, stop = self.form(began), "save"
             self.config.run_dir.exit_code("trainer").unlink(missing_ok=True)  # of the world before
             self.write(self.world)
             machines = ", ".join(map(str, self.world.nodes))
@@ -101,7 +105,6 @@ class Launcher:
             if code is not None:
                 return self.finish(code)
             began = time.monotonic()
-            self.end(self.world, "save")
 
     def finish(self, code: int) -> int:
         """Ends the agents of a world that has failed or is done, and returns its exit code. Raises
@@ -128,21 +131,18 @@ class Launcher:
         the shared disk for each machine."""
         return self.nodes.statuses(range(self.trainers))
 
-    def living(self, found: dict[int, NodeStatus]) -> dict[int, NodeStatus]:
+    def living(self, statuses: dict[int, NodeStatus]) -> dict[int, NodeStatus]:
         """Returns those of the machines that train whose heartbeat changes, and that this
         machine reaches."""
-        here = [status for status in found.values() if status.place == pid_scope()]
+        here = [status for status in statuses.values() if status.place == pid_scope()]
         self.cut_off = [index for status in here for index in status.cut_off]
-        self.gone = [index for status in here for index in status.ended]
-        unreached = {*self.cut_off, *self.gone}
         return {
             index: status
-            for index, status in found.items()
-            if self.alive(index, status) and index not in unreached
+            for index, status in statuses.items()
+            if self.silent_s(index, status) < LEASE_S
+            and self.heartbeats.moved(str(index))
+            and index not in self.cut_off
         }
-
-    def alive(self, index: int, status: NodeStatus) -> bool:
-        return self.silent_s(index, status) < LEASE_S and self.heartbeats.moved(str(index))
 
     def is_lost(self, status: NodeStatus) -> bool:
         """Returns whether a machine was declared lost: if it lives on, it is about to end
@@ -157,45 +157,40 @@ class Launcher:
         """Waits for: the machines that train, up to cluster.join_timeout_s after `began`.
         Returns the next world. Raises RunError."""
         while True:
-            found = self.joined()
+            statuses = self.joined()
             here = {
                 index: status
-                for index, status in self.living(found).items()
+                for index, status in self.living(statuses).items()
                 if not status.leaving and not self.is_lost(status)
             }
             waited_s = time.monotonic() - began
             if len(here) == self.trainers or (len(here) >= self.least and waited_s >= SHORT_WAIT_S):
                 break
-            missing = ", ".join(
-                named(index, found.get(index))
+            missing = [
+                named(index, statuses.get(index))
                 for index in range(self.trainers)
                 if index not in here
-            )
+            ]
             if waited_s >= self.cluster.join_timeout_s:
-                remedy = (
-                    "do they run `rl node`, and see the same run directory? Start them, then resume"
-                )
                 raise RunError(
-                    f"machines {missing} did not come within cluster.join_timeout_s = "
-                    f"{waited_s:.0f} s: {remedy}"
+                    f"machines {', '.join(missing)} did not come within cluster.join_timeout_s = "
+                    f"{waited_s:.0f} s: do they run `rl node`, and see the same run directory? "
+                    "Start them, then resume"
                 )
-            self.status.enter(Phase.WAITING_FOR_RANKS, detail=f"machines {missing}")
+            self.status.enter(Phase.WAITING_FOR_RANKS, detail=f"machines {', '.join(missing)}")
             time.sleep(POLL_S)
         if fault := mismatch(here):
             raise RunError(fault)
         self.status.enter(Phase.WAITING_FOR_RANKS)
-        order = sorted(here)
-        first = here[order[0]]
-        newest = max([self.world.generation, *(status.generation for status in here.values())])
-        ranks = [here[index].ranks for index in order]
-        leases = [here[index].lease for index in order]
+        members = [here[index] for index in sorted(here)]
+        newest = max([self.world.generation, *(status.generation for status in members)])
         return World(
             generation=newest + 1,
-            nodes=order,
-            leases=leases,
-            ranks=ranks,
-            address=first.address,
-            port=first.port,
+            nodes=sorted(here),
+            leases=[status.lease for status in members],
+            ranks=[status.ranks for status in members],
+            address=members[0].address,
+            port=members[0].port,
         )
 
     # A world --------------------------------------------------------------------------------------
@@ -209,35 +204,33 @@ class Launcher:
             statuses = self.joined()
             living = self.living(statuses)
             members = {index: statuses[index] for index in world.nodes if index in statuses}
-            ended = {index: status for index, status in members.items() if has_ended(status, world)}
+            ended = {
+                index: status
+                for index, status in members.items()
+                if status.generation == world.generation and status.agent == "ended"
+            }
+            running = dict(zip(world.nodes, world.leases, strict=True))
+            for index in ended:
+                del running[index]
+            gone = {
+                index: lease
+                for index, lease in running.items()
+                if index not in living or living[index].lease != lease
+            }
             leaving = [index for index, status in members.items() if status.leaving]
-            there = [
-                index for index, status in living.items() if world.has(status.index, status.lease)
-            ]
             failed = [
                 status
                 for status in ended.values()
                 if status.exit_code and not (leaving and status.exit_code == LEFT)
             ]
             if failed:
-                others = [index for index in world.nodes if index not in ended]
-                late = [
-                    index
-                    for index in others
-                    if index not in there or self.silent_s(index, living[index]) >= LATE_S
-                ]
+                late = [i for i in running if i in gone or self.silent_s(i, living[i]) >= LATE_S]
                 return failure(failed, bool(late))
-            if len(ended) == len(world.nodes) and not any(
-                status.exit_code for status in ended.values()
-            ):
+            if not running and not any(status.exit_code for status in ended.values()):
                 return 0
-            if lost := [
-                pair
-                for pair in zip(world.nodes, world.leases, strict=True)
-                if pair[0] not in ended and pair[0] not in there
-            ]:
-                for index, lease in lost:
-                    self.lose(index, lease, members.get(index))
+            for index, lease in gone.items():
+                self.lose(index, lease, members.get(index))
+            if gone:
                 return KILLED
             if leaving:
                 say(f"machine {', '.join(map(str, leaving))} leaves")
@@ -250,7 +243,7 @@ class Launcher:
         """Says that a machine is lost. All roles that were held there are free from now on; if
         it lives on, it ends itself."""
         why = f"it has given no sign of life for {LEASE_S:.0f} s"
-        if index in self.gone or status is None or status.lease != lease:
+        if status is None or status.lease != lease:
             why = "its `rl node` has ended"
         elif index in self.cut_off:
             why = f"the network has not reached it for {CUT_S:.0f} s"
@@ -264,10 +257,8 @@ class Launcher:
         for index, status in living.items():
             if index in world.nodes or status.leaving or self.is_lost(status):
                 continue
-            (since, told), fault = (
-                before.get(index, (now, "")),
-                mismatch({i: living[i] for i in {*world.nodes, index} if i in living}),
-            )
+            since, told = before.get(index, (now, ""))
+            fault = mismatch({i: living[i] for i in {*world.nodes, index} if i in living})
             self.here[index] = now if fault else since, fault
             if fault not in ("", told):
                 say(f"machine {index} is not taken in: {fault}")
@@ -318,22 +309,16 @@ class Launcher:
     def still_running(self, world: World) -> list[int]:
         """Returns the machines whose agents run, or may still start because the machine has not
         seen that the world is over."""
-        joined = self.joined()
-        self.living(joined)
-        running = {
-            index: status
-            for index, status in joined.items()
-            if index in world.nodes and status.agent == "running"
-        }
-        running = {index: status for index, status in running.items() if not self.is_lost(status)}
-        lost = [
-            index
-            for index, status in running.items()
-            if index in self.gone or self.silent_s(index, status) >= LEASE_S
-        ]
-        for index in lost:
-            self.lose(index, running[index].lease, running[index])
-        return [index for index in running if index not in lost]
+        running = []
+        for index, status in self.joined().items():
+            silent_s = self.silent_s(index, status)
+            if index not in world.nodes or status.agent != "running" or self.is_lost(status):
+                continue
+            if silent_s >= LEASE_S:
+                self.lose(index, status.lease, status)
+            else:
+                running.append(index)
+        return running
 
 
 def world_end_s(config: RLConfig, stop: Stop) -> float:
@@ -347,45 +332,32 @@ def named(index: int, status: NodeStatus | None) -> str:
     return f"{index} ({status.host}: {status.fault})" if status and status.fault else str(index)
 
 
-def has_ended(status: NodeStatus, world: World) -> bool:
-    return status.generation == world.generation and status.agent == "ended"
-
-
 def mismatch(machines: dict[int, NodeStatus]) -> str:
     """Returns how machines differ that must be equal; empty if they are."""
     first = machines[min(machines)]
     for index, status in machines.items():
-        pairs = (
-            (first.software, status.software, "software", "install the same versions on both"),
-            (
-                first.config,
-                status.config,
-                "configuration",
-                "start both with the same file and flags",
-            ),
-            (
-                first.gpus,
-                status.gpus,
-                "number of GPUs",
-                "use machines of one kind, or set trainer.gpus to a number that each has",
-            ),
-            (first.ranks, status.ranks, "number of ranks", "set trainer.ranks"),
-        )
-        for one, other, what, remedy in pairs:
-            if one != other:
+        for field, (name, remedy) in EQUAL.items():
+            pair = getattr(first, field), getattr(status, field)
+            if pair[0] != pair[1]:
                 return (
                     f"machines {first.index} ({first.host}) and {index} ({status.host}) differ "
-                    f"in their {what}, {one} and {other}: {remedy}"
+                    f"in their {name}, {pair[0]} and {pair[1]}: {remedy}"
                 )
     return ""
 
 
 def failure(failed: list[NodeStatus], is_late: bool) -> int:
-    """Returns the exit code of a world whose agents have failed. `is_late`: whether another
-    machine gives no sign of life."""
+    """Returns the exit code of a world whose agents have failed, and repeats the end of the log of
+    one. `is_late`: whether another machine gives no sign of life."""
     # the ranks of the others fail because of that
     status = min(failed, key=lambda status: not was_killed(status))
-    quote(status)
+    # so that the trainer's own log says why it died
+    for line in last_lines(Path(status.log), LINES):
+        print(line)
+    say(
+        f"the trainer on machine {status.index} ({status.host}) ended with exit code "
+        f"{status.exit_code}; the whole log: {status.log}"
+    )
     code = status.exit_code or RESTART
     if was_killed(status) or (code == RESTART and is_late):
         return KILLED
@@ -394,16 +366,6 @@ def failure(failed: list[NodeStatus], is_late: bool) -> int:
 
 def was_killed(status: NodeStatus) -> bool:
     return status.exit_code == -signal.SIGKILL or "SIGKILL" in killed_rank(Path(status.log))
-
-
-def quote(status: NodeStatus) -> None:
-    """Repeats the end of a failed agent's log, so that the trainer's own log says why it died."""
-    for line in last_lines(Path(status.log), LINES):
-        print(line)
-    say(
-        f"the trainer on machine {status.index} ({status.host}) ended with exit code "
-        f"{status.exit_code}; the whole log: {status.log}"
-    )
 
 
 def say(text: str) -> None:

@@ -29,7 +29,7 @@ from rl.launch.prepare import (
     new_rate,
     ranges,
 )
-from rl.orchestrator.batches.batch_selection import decode_state
+from rl.orchestrator.batches.batch_files import decode_state
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.checksums import is_delta, verify_checkpoint

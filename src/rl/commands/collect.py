@@ -5,10 +5,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,7 +22,7 @@ from rl.commands.options import (
     name_of_play,
     usage,
 )
-from rl.commands.play_session import Job, PlaySession, play_session, run, task_count
+from rl.commands.play_session import play_session, run, task_count
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
@@ -35,6 +36,9 @@ from rl.system.errors import RunError
 from rl.system.terminal import say
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
+
+if TYPE_CHECKING:
+    from rl.orchestrator.workers.pool import PlayJob
 
 OPTIONS = (
     Option(
@@ -81,21 +85,36 @@ def task_order(sizes: dict[str, int | None]) -> Iterator[tuple[str, int]]:
     """Yields (environment, task) once per task, from the environments in turn. A size of None
     means endless."""
     for task in count():
-        there = [env for env, size in sizes.items() if size is None or task < size]
-        if not there:
+        envs = [env for env, size in sizes.items() if size is None or task < size]
+        if not envs:
             return
-        yield from ((env, task) for env in there)
+        yield from ((env, task) for env in envs)
 
 
-def missing(
-    order: Iterator[tuple[str, int]], present: Samples, samples: int
-) -> Iterator[tuple[str, int, int]]:
-    """Yields (environment, task, number of samples to play) for every task with fewer than
-    `samples`."""
-    for env, task in order:
-        lacking = samples - len(present.get((env, task), ()))
+def jobs_left(
+    config: RLConfig, ready: dict[str, Ready], present: Samples, values: dict[str, Any]
+) -> list["PlayJob"]:
+    """Returns the tasks of which the file has too few samples. Raises RunError if there are no
+    tasks, or no end of them."""
+    from rl.orchestrator.workers.pool import PlayJob
+
+    entries = {env.label: env for env in config.orchestrator.environment}
+    sizes = {
+        label: task_count(env.max_samples, ready[label].num_train) for label, env in entries.items()
+    }
+    if None in sizes.values() and not values["limit"]:
+        raise RunError("the tasks are endless; give a number with --limit")
+    if not any(size is None or size for size in sizes.values()):
+        raise RunError(
+            "the environments have no training tasks; check their arguments (args, dataset) and "
+            "max_samples"
+        )
+    jobs = list[PlayJob]()
+    for env, task in islice(task_order(sizes), values["limit"]):
+        lacking = (values["samples"] or 1) - len(present.get((env, task), ()))
         if lacking > 0:
-            yield env, task, lacking
+            jobs.append(PlayJob(env, "train", task, lacking, config.sampling_of(entries[env])))
+    return jobs
 
 
 def read_present(path: Path) -> Samples:
@@ -105,22 +124,22 @@ def read_present(path: Path) -> Samples:
     present: Samples = {}
     if not path.exists():
         return present
-    foreign = "{path}: line {number} was not written by `rl collect`; choose another --output"
     # end of the last complete episode and of the last complete line; lines its episode lacks
     end = whole = lacking = 0
     with path.open("rb+") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                if line[: len(BEGINNING)] != BEGINNING[: len(line)]:
-                    raise RunError(foreign.format(path=path, number=number))
+            if not line.endswith(b"\n") and line[: len(BEGINNING)] == BEGINNING[: len(line)]:
                 break
             try:
-                fields = json.loads(line)
-                env, task, sample, agents = (
-                    fields[key] for key in ("env", "task", "sample", "agents")
+                fields = json.loads(line) if line.endswith(b"\n") else {}
+                env, task, sample, agents = map(
+                    fields.__getitem__, ("env", "task", "sample", "agents")
                 )
-            except (ValueError, KeyError, TypeError):
-                raise RunError(foreign.format(path=path, number=number)) from None
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise RunError(
+                    f"{path}: line {number} was not written by `rl collect`; choose another "
+                    "--output"
+                ) from None
             lacking = (lacking or agents) - 1
             whole += len(line)
             if not lacking:
@@ -131,10 +150,10 @@ def read_present(path: Path) -> Samples:
 
 
 @contextmanager
-def only_writer(path: Path, *, new: bool = False) -> Iterator[None]:
-    """Keeps other processes from writing the file; makes it if it is missing, and deletes a
-    `new` one in which nothing was written. Raises RunError if another process writes it, or has
-    written a `new` one."""
+def only_writer(path: Path) -> Iterator[None]:
+    """Keeps other processes from writing the file; makes it and its folders if they are missing,
+    and deletes them if nothing was written. Raises RunError if another process writes it."""
+    new_folders = [folder for folder in path.absolute().parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         try:
@@ -147,16 +166,14 @@ def only_writer(path: Path, *, new: bool = False) -> Iterator[None]:
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-        if new and file.tell():
-            raise RunError(
-                f"{path}: another process has written it since the start; start again to add "
-                "to it, or choose another file"
-            )
         try:
             yield
         finally:
-            if new and not os.fstat(file.fileno()).st_size:
+            if not os.fstat(file.fileno()).st_size:
                 path.unlink(missing_ok=True)
+                with suppress(OSError):  # another process has written there
+                    for folder in new_folders:
+                        folder.rmdir()
 
 
 async def collect(
@@ -164,147 +181,95 @@ async def collect(
 ) -> int:
     """Plays the tasks and samples that the file lacks, and appends them."""
     path = Path(values["output"]).expanduser()
-    there = next(folder for folder in path.absolute().parents if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise RunError(f"--output {path}: {there} is not writable")
-
-    def left(ready: dict[str, Ready]) -> list[tuple[str, int, int]]:
-        """Returns what is left to play in environments of these sizes, in the form of `missing`.
-        Raises RunError."""
-        sizes = {
-            env.label: task_count(env.max_samples, ready[env.label].num_train)
-            for env in config.orchestrator.environment
-        }
-        if None in sizes.values() and not values["limit"]:
-            raise RunError("the tasks are endless; give a number with --limit")
-        order = list(islice(task_order(sizes), values["limit"]))
-        if not order:
-            raise RunError(
-                "the environments have no training tasks; check their arguments (args, "
-                "dataset) and max_samples"
-            )
-        return list(missing(iter(order), present, values["samples"] or 1))
-
-    with ExitStack() as lock:
-        if not (new := not path.exists()):
-            lock.enter_context(only_writer(path))
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise RunError(f"--output {path}: {parent} is not writable")
+    with only_writer(path):
         present = read_present(path)
         source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])
-        name = name_of_play(
-            config,
-            line,
-            [env.label for env in config.orchestrator.environment],
-            source,
-            values["policy"],
+        labels = [env.label for env in config.orchestrator.environment]
+        name = name_of_play(config, line, labels, source, values["policy"])
+        work, num_present = (
+            Path(config.output_dir) / f"collect-{name}",
+            sum(map(len, present.values())),
         )
-        work = Path(config.output_dir) / f"collect-{name}"
-        async with play_session(config, homes, source, work, children) as place:
-            todo = left(place.ready)
-            if not todo:
-                print(
-                    f"all {sum(map(len, present.values()))} rollouts are in {path}; nothing "
-                    "is left to play"
-                )
+        async with play_session(config, homes, source, work, children) as session:
+            jobs = jobs_left(config, session.ready, present, values)
+            if not jobs:
+                print(f"all {num_present} rollouts are in {path}; nothing is left to play")
                 return 0
-            if new:
-                lock.enter_context(only_writer(path, new=True))
-            collection = Collection(
-                config, source.label, present, path, tokens=bool(values["tokens"])
-            )
-            await collection.play(place, todo, values["concurrency"])
+            num_jobs = sum(job.num_episodes for job in jobs)
+            say(f"{num_present} rollouts are in {path}; {source.label} will play {num_jobs} more")
+            collection = Collection(source.label, present, path, tokens=bool(values["tokens"]))
+            try:
+                async with aclosing(
+                    session.play(source.label, jobs, values["concurrency"])
+                ) as plays:
+                    async for job, rollouts in plays:
+                        collection.write(job.env, job.task, rollouts, job.sampling["temperature"])
+            finally:
+                collection.report()
     return 1 if collection.lost else 0
 
 
-def line_of(where: dict[str, Any], rollout: Rollout, temperature: float | None) -> bytes:
-    """Returns the line of a rollout, after the fields that say `where` it belongs; with its
-    tokens if their temperature is given."""
-    line = {**where, **rollout.as_record()}
-    del line["versions"]
-    line |= {} if rollout.trainable else {"why": "not_trainable"}  # as in a run's rollouts
-    if temperature is not None:
-        turns = [turn.as_record() for turn in rollout.turns]
-        line |= {"temperature": temperature, "turns": turns}
-    return msgspec.json.encode(line) + b"\n"
+def append_episode(
+    path: Path,
+    present: Samples,
+    episode: list[Rollout],
+    env: str,
+    task: int | str,
+    policy: str,
+    temperature: float | None,
+) -> None:
+    """Appends an episode: a sample with one line for each agent, which gets the lowest free
+    number; with its tokens if their temperature is given."""
+    samples = present.setdefault((env, task), set())
+    sample = next(number for number in count() if number not in samples)
+    samples.add(sample)
+    place = {"env": env, "task": task, "sample": sample, "agents": len(episode), "policy": policy}
+    lines = b""
+    for rollout in episode:
+        line = {**place, **rollout.as_record()}
+        del line["versions"]
+        if not rollout.trainable:
+            line["why"] = "not_trainable"  # as in a run's rollouts
+        if temperature is not None:
+            turns = [turn.as_record() for turn in rollout.turns]
+            line |= {"temperature": temperature, "turns": turns}
+        lines += msgspec.json.encode(line) + b"\n"
+    append_file(path, lines)
 
 
 class Collection:
     """The output file of rollouts, and counts of what was written."""
 
-    def __init__(
-        self, config: RLConfig, policy: str, present: Samples, path: Path, *, tokens: bool
-    ):
-        self.config, self.policy, self.present, self.path, self.tokens = (
-            config,
-            policy,
-            present,
-            path,
-            tokens,
-        )
+    def __init__(self, policy: str, present: Samples, path: Path, *, tokens: bool):
+        self.policy, self.present, self.path, self.tokens = policy, present, path, tokens
         self.outcomes: Counter[str] = Counter()
         self.rewards: list[float] = []
         self.lost = 0
         """Episodes lost to a failure of the server or a worker; they say nothing about the
         policy and are not written."""
 
-    async def play(
-        self, place: PlaySession, todo: list[tuple[str, int, int]], concurrency: int | None
-    ) -> None:
-        """Plays `todo` and appends each task as it finishes."""
-        entries = {env.label: env for env in self.config.orchestrator.environment}
-        jobs = [
-            Job(env, "train", task, number, self.config.sampling_of(entries[env]))
-            for env, task, number in todo
-        ]
-        had = sum(map(len, self.present.values()))
-        say(
-            f"{had} rollouts are in {self.path}; {self.policy} will play "
-            f"{sum(number for *_, number in todo)} more"
-        )
-        try:
-            async with aclosing(place.play(self.policy, jobs, concurrency)) as played:
-                async for job, rollouts in played:
-                    self.write(job.env, job.task, rollouts, job.sampling["temperature"])
-        finally:
-            self.report()
-
     def write(self, env: str, task: int, rollouts: list[Rollout], temperature: float) -> None:
-        """Appends the rollouts of a task. An episode is a sample with one line per agent, and
-        gets the lowest free number."""
-        there = self.present.setdefault((env, task), set())
+        """Appends the rollouts of a task."""
         episodes: dict[int, list[Rollout]] = {}
         for rollout in rollouts:
             episodes.setdefault(rollout.episode, []).append(rollout)
-        lines = b""
         for episode in episodes.values():
             if any(rollout.cause in ("inference", "worker") for rollout in episode):
                 self.lost += 1
                 continue
-            sample = next(number for number in count() if number not in there)
-            there.add(sample)
-            for rollout in episode:
-                self.outcomes[rollout.outcome] += 1
-                if not rollout.error:
-                    self.rewards.append(rollout.reward)
-                where = {
-                    "env": env,
-                    "task": task,
-                    "sample": sample,
-                    "agents": len(episode),
-                    "policy": self.policy,
-                }
-                lines += line_of(where, rollout, temperature if self.tokens else None)
-        append_file(self.path, lines)
+            self.outcomes.update(rollout.outcome for rollout in episode)
+            self.rewards += [rollout.reward for rollout in episode if not rollout.error]
+            heat = temperature if self.tokens else None
+            append_episode(self.path, self.present, episode, env, task, self.policy, heat)
 
     def report(self) -> None:
         """Prints the number of rollouts written, by outcome."""
-        outcomes = (
-            ", ".join(f"{number} {outcome}" for outcome, number in self.outcomes.most_common())
-            or "none"
-        )
-        reward = (
-            f"; mean reward {sum(self.rewards) / len(self.rewards):.3f}" if self.rewards else ""
-        )
-        print(f"rollouts written to {self.path}: {outcomes}{reward}")
+        outcomes = [f"{number} {outcome}" for outcome, number in self.outcomes.most_common()]
+        reward = f"; mean reward {fmean(self.rewards):.3f}" if self.rewards else ""
+        print(f"rollouts written to {self.path}: {', '.join(outcomes) or 'none'}{reward}")
         if self.lost:
             print(
                 f"{self.lost} were lost to a failed server or worker and not written; run "

@@ -4,20 +4,16 @@ evaluations."""
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail
-from rl.config.options import take
+from rl.commands.options import runs_given
 from rl.launch.children import Children
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
 from rl.run_dir.numbers import Curve
-from rl.system.terminal import clip, digits, sparkline, visible
+from rl.system.terminal import clip, digits, sparkline, table, visible, with_error
 
 HELP = """usage: rl compare A B
 
@@ -29,22 +25,20 @@ interval, on the same examples, use: rl eval --policy A@best --compare B@best
 """
 NAMES = ("A", "B")
 METRICS = (
-    ("orchestrator", "reward/mean"),
-    ("trainer", "loss/mean"),
-    ("trainer", "validation/loss"),
-    ("trainer", "entropy/mean"),
-    ("orchestrator", "rollouts/length_mean"),
-    ("orchestrator", "rollouts/truncated"),
-    ("orchestrator", "rollouts/errored"),
-    ("orchestrator", "rollouts/zero_advantage"),
-    ("orchestrator", "rollouts/missing"),
-    ("orchestrator", "lag/mean"),
-    ("trainer", "mismatch_kl/mean"),
-    ("trainer", "optim/grad_norm"),
-    ("trainer", "time/step"),
+    "loss/mean",
+    "validation/loss",
+    "entropy/mean",
+    "rollouts/length_mean",
+    "rollouts/truncated",
+    "rollouts/errored",
+    "rollouts/zero_advantage",
+    "rollouts/missing",
+    "lag/mean",
+    "mismatch_kl/mean",
+    "optim/grad_norm",
+    "time/step",
 )
-"""Source and name of the metrics to show, if a run has them; rewards of several environments
-replace the first, their mix."""
+"""The metrics to show after the rewards, if a run has them."""
 SHAPES = ((6, 24), (6, 12), (4, 12), (3, 8), (2, 4))
 """Numbers of intervals to print as numbers and as bars: the first pair that fits the terminal;
 without a terminal, the first."""
@@ -65,28 +59,17 @@ Stretches = list[tuple[int, int]]
 
 
 def main(args: list[str], _children: Children) -> int:
-    _, rest = take("rl compare", args, (), HELP)
-    if len(rest) != 2 or any(word.startswith(("-", "@")) for word in rest):
-        fail(
-            "rl compare",
-            "which runs? Give two directories or names: rl compare outputs/x outputs/y",
-        )
-    roots = [named_run(spec) for spec in rest]
+    roots = runs_given("rl compare", args, (), HELP, count=2)[1]
     runs = [Run(root) for root in roots]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    named = zip(NAMES, roots, runs, strict=True)
-    of = (
-        "" if run.config.sft and run.config.sft.epochs else f" of {run.config.max_steps}"
-        for run in runs
-    )
-    whose = (f", {run.origin}" if run.origin else "" for run in runs)
-    about = [
-        f"{name}  {root}: {run.step}{last} steps{branch}"
-        for (name, root, run), last, branch in zip(named, of, whose, strict=True)
-    ]
-    print("\n".join([*map(visible, about), ""]))
+    for name, root, run in zip(NAMES, roots, runs, strict=True):
+        sft, origin = run.config.sft, f", {run.origin}" if run.origin else ""
+        last = "" if sft and sft.epochs else f" of {run.config.max_steps}"
+        print(visible(f"{name}  {root}: {run.step}{last} steps{origin}"))
     for part in (settings(runs, width), curves(runs, width), evaluations(runs)):
-        print("\n".join([*(clip(line, width or len(line)) for line in map(visible, part)), ""]))
+        lines = (clip(line, width or len(line)) for line in map(visible, part))
+        print("", *lines, sep="\n")
+    print()
     return 0
 
 
@@ -98,13 +81,9 @@ def settings(runs: list[Run], width: int | None) -> list[str]:
         return ["no setting differs", *seed_lines(runs, width)]
     least, most = VALUE_WIDTHS
     if width:
-        most = max(
-            least, min(most, (width - max(len(one.key) for one in changed)) // len(runs) - 2)
-        )
-    rows = [
-        [one.key, *(clip("-" if value is None else value, most) for value in one.values)]
-        for one in changed
-    ]
+        room = (width - max(len(setting.key) for setting in changed)) // len(runs) - 2
+        most = max(least, min(most, room))
+    rows = [[s.key, *(clip("-" if v is None else v, most) for v in s.values)] for s in changed]
     return table(["settings that differ", *NAMES], rows, left=3) + seed_lines(runs, width)
 
 
@@ -112,9 +91,10 @@ def seed_lines(runs: list[Run], width: int | None) -> list[str]:
     """Returns what it says about two runs of one kind that they have the same seed; nothing for
     other runs."""
     first, second = (run.config for run in runs)
-    if first.seed != second.seed or bool(first.sft) != bool(second.sft):
+    is_sft = first.kind == "sft"
+    if first.seed != second.seed or is_sft != (second.kind == "sft"):
         return []
-    text = f"both have seed {first.seed}: {SAME_SEED_SFT if first.sft else SAME_SEED}"
+    text = f"both have seed {first.seed}: {SAME_SEED_SFT if is_sft else SAME_SEED}"
     return textwrap.wrap(text, width) if width else [text]
 
 
@@ -126,50 +106,32 @@ def stretches(last: int, count: int) -> Stretches:
     return [(before + 1, end) for before, end in pairwise(ends)]
 
 
-def means(points: Curve, parts: Stretches) -> list[float | None]:
+def means(points: Curve, intervals: Stretches) -> list[float | None]:
     """Returns the mean of a curve over each interval; None where it has no value."""
     steps, values = points
-    inside = (values[(steps >= first) & (steps <= last)] for first, last in parts)
+    inside = (values[(steps >= first) & (steps <= last)] for first, last in intervals)
     return [float(part.mean()) if len(part) else None for part in inside]
 
 
 def curves(runs: list[Run], width: int | None) -> list[str]:
-    """Returns a table of both runs' metrics over the steps of the longer run."""
-    last = max(
-        [
-            0,
-            *(
-                step
-                for run in runs
-                for source in ("trainer", "orchestrator")
-                for step in run.numbers.steps(source)[-1:]
-            ),
-        ]
-    )
-    if not last:
-        return ["neither run has trained a step"]
-    found = metric_curves(runs)
-    lines: list[str] = []
-    for numbers, bars in SHAPES:
-        lines = curve_table(found, stretches(last, numbers), stretches(last, bars))
+    """Returns a table of both runs' metrics over the steps of the longer run: means over some
+    intervals as numbers, and over more as bars."""
+    steps = [run.numbers.steps(source) for run in runs for source in ("trainer", "orchestrator")]
+    last, metrics, lines = max(map(max, filter(None, steps)), default=0), metric_curves(runs), []
+    for num_numbers, num_bars in SHAPES if last else ():
+        intervals, bars, rows = stretches(last, num_numbers), stretches(last, num_bars), []
+        for name, both in metrics:
+            values = np.concatenate([values for _, values in both])
+            for run, points in zip(NAMES, both, strict=True):
+                averages = means(points, intervals)
+                cells = ["-" if value is None else digits(value, 4) for value in averages]
+                drawn = sparkline(means(points, bars), float(values.min()), float(values.max()))
+                rows.append([name if run == NAMES[0] else "", run, *cells, drawn])
+        heads = [str(first) if first == end else f"{first}-{end}" for first, end in intervals]
+        lines = table(["steps", "", *heads, ""], rows, left=2)
         if width is None or max(map(len, lines)) <= width:
             break
-    return lines
-
-
-def curve_table(
-    found: list[tuple[str, list[Curve]]], parts: Stretches, bars: Stretches
-) -> list[str]:
-    """Returns the lines of the curves: means over `parts` as numbers, and over `bars` as bars."""
-    rows = []
-    for name, both in found:
-        values = np.concatenate([values for _, values in both])
-        for run, points in zip(NAMES, both, strict=True):
-            cells = ["-" if value is None else digits(value, 4) for value in means(points, parts)]
-            drawn = sparkline(means(points, bars), float(values.min()), float(values.max()))
-            rows.append([name if run == NAMES[0] else "", run, *cells, drawn])
-    heads = [str(first) if first == end else f"{first}-{end}" for first, end in parts]
-    return table(["steps", "", *heads, ""], rows, left=2)
+    return lines or ["neither run has trained a step"]
 
 
 def metric_curves(runs: list[Run]) -> list[tuple[str, list[Curve]]]:
@@ -177,18 +139,13 @@ def metric_curves(runs: list[Run]) -> list[tuple[str, list[Curve]]]:
     throughout."""
     names = sorted({name for run in runs for name in run.numbers.names})
     rewards = [name for name in names if name.startswith("reward/") and name.count("/") > 1]
-    by_env, parts = (
-        [name for name in rewards if name.endswith("/mean")],
-        [name for name in rewards if not name.endswith("/mean")],
-    )
-    # the loss is informative only for SFT
-    shown = [(source, name) for source, name in METRICS if "epoch" in names or name != "loss/mean"]
-    several = len(by_env) > 1
-    shown[0 if several else 1 : 1] = [
-        ("orchestrator", name) for name in [*(by_env if several else []), *parts]
-    ]
-    found = [(name, [run.numbers.curve(name, source) for run in runs]) for source, name in shown]
-    return [(name, both) for name, both in found if any(values.any() for _, values in both)]
+    of_envs = [name for name in rewards if name.endswith("/mean")]
+    first = ["reward/mean"] if len(of_envs) < 2 else of_envs
+    shown = [*first, *(name for name in rewards if name not in of_envs), *METRICS]
+    if "epoch" not in names:
+        shown.remove("loss/mean")  # informative only for SFT
+    both = {name: [run.numbers.curve(name) for run in runs] for name in shown}
+    return [(name, pair) for name, pair in both.items() if any(v.any() for _, v in pair)]
 
 
 def evaluations(runs: list[Run]) -> list[str]:
@@ -197,38 +154,9 @@ def evaluations(runs: list[Run]) -> list[str]:
     for point in eval_points(runs):
         a, b = point.means
         gap = "" if a is None or b is None else f"{b - a:+.3f}"
-        rows.append(
-            [
-                point.name if point.name != before else "",
-                str(point.version),
-                *map(with_error, point.means, point.errors),
-                gap,
-            ]
-        )
-        before = point.name
-    return (
-        table(["evaluation", "version", *NAMES, "B - A"], rows, left=1)
-        if rows
-        else ["neither run has an evaluation"]
-    )
-
-
-def with_error(value: float | None, error: float | None) -> str:
-    """Formats a mean with its standard error over examples: `0.512 ± 0.021`."""
-    return (
-        "-" if value is None else f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-    )
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[Any]], left: int) -> list[str]:
-    """Returns lines with aligned columns: the first `left` and the column of bars to the left,
-    the others to the right."""
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    aligned = [
-        [
-            cell.ljust(width) if i < left or not heads[i] else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in [heads, *rows]
-    ]
-    return ["  ".join(cells).rstrip() for cells in aligned]
+        cells = map(with_error, point.means, point.errors)
+        name, before = point.name if point.name != before else "", point.name
+        rows.append([name, str(point.version), *cells, gap])
+    if not rows:
+        return ["neither run has an evaluation"]
+    return table(["evaluation", "version", *NAMES, "B - A"], rows, left=1)

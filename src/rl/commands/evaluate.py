@@ -2,6 +2,7 @@
 
 import time
 from contextlib import aclosing, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rl.commands.options import (
     name_of_play,
     usage,
 )
-from rl.commands.play_session import Job, play_session, run, task_count
+from rl.commands.play_session import PlaySession, play_session, run, task_count
 from rl.commands.policy_spec import Source, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import Option
@@ -106,30 +107,29 @@ async def evaluate(
     config: RLConfig, homes: Homes, line: CommandLine, values: dict[str, Any], children: Children
 ) -> int:
     """Plays one policy or two, resolving both before the first is played, and writes the report."""
-    entries = config.orchestrator.eval
-    labels = tuple(entry.label for entry in entries)
-    second = values["compare"]
+    labels = tuple(entry.label for entry in config.orchestrator.eval)
+    policy, second, key_var = values["policy"], values["compare"], values["api_key_var"]
     earlier = finished_report(second) if second else None
-    sources = [
-        resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"], labels)
-    ]
+    sources = [resolve(policy, config, values["endpoint_model"], key_var, labels)]
     if second and not earlier:
-        sources.append(resolve(second, config, None, values["api_key_var"], labels))
-    name = name_of_play(config, line, labels, sources[0], values["policy"])
-    output = (
-        Path(values["output"])
-        if values["output"]
-        else new_folder(Path(config.output_dir) / f"eval-{name}")
-    )
+        sources.append(resolve(second, config, None, key_var, labels))
+    name = name_of_play(config, line, labels, sources[0], policy)
+    output = Path(values["output"] or new_folder(Path(config.output_dir) / f"eval-{name}"))
     results: list[dict[str, Any]] = []
     for source in sources:
-        slug = (
-            source.slug if not results or results[0]["files"] != source.slug else f"{source.slug}-2"
-        )
+        slug = source.slug
+        if results and results[0]["files"] == slug:
+            slug = f"{slug}-2"
+        async with play_session(config, homes, source, output, children) as session:
+            evals = await evaluate_policy(session, source, output / slug, values["concurrency"])
         results.append(
-            await evaluate_policy(
-                config, homes, source, output, slug, values["concurrency"], children
-            )
+            {
+                "policy": source.label,
+                "policy_version": source.policy_version,
+                "model": source.adapter or source.model,
+                "files": slug,
+                "evals": evals,
+            }
         )
     report = write_report(output, config, [*results, *([earlier] if earlier else [])])
     show(report, output)
@@ -139,69 +139,52 @@ async def evaluate(
 def new_folder(parent: Path) -> Path:
     """Makes a folder that has the time as its name, and a number if another evaluation began in
     the same second."""
-    now = time.strftime("%Y%m%d-%H%M%S")
-    for name in (now, *(f"{now}-{number}" for number in range(2, 1000))):
+    folder = first = parent / time.strftime("%Y%m%d-%H%M%S")
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in count(2):
         with suppress(FileExistsError):
-            (parent / name).mkdir(parents=True)
-            return parent / name
-    raise RunError(
-        f"{parent}: has 1,000 evaluations of this second; name another folder with --output"
-    )
+            folder.mkdir()
+            break
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
 
 
 async def evaluate_policy(
-    config: RLConfig,
-    homes: Homes,
-    source: Source,
-    output: Path,
-    slug: str,
-    concurrency: int | None,
-    children: Children,
-) -> dict:
-    """Plays every evaluation with one policy, writes its rollouts, and returns its part of the
+    session: PlaySession, source: Source, folder: Path, concurrency: int | None
+) -> dict[str, Any]:
+    """Plays every evaluation with one policy, writes its rollouts, and returns its parts of the
     report."""
-    async with play_session(config, homes, source, output, children) as place:
-        names = eval_workers(config)
-        splits = {
-            entry.label: split_of(entry, place.ready[names[entry.label]])
-            for entry in config.orchestrator.eval
-        }
-        jobs = [
-            Job(
-                names[entry.label],
-                split,
+    from rl.orchestrator.workers.pool import PlayJob
+
+    config, jobs, splits = session.config, list[PlayJob](), dict[str, Split]()
+    entries, names = config.orchestrator.eval, eval_workers(config)
+    for entry in entries:
+        label, env = entry.label, names[entry.label]
+        splits[label], size = split_of(entry, session.ready[env])
+        jobs += [
+            PlayJob(
+                env,
+                splits[label],
                 task,
                 entry.samples,
                 config.sampling_of(entry),
-                entry.label,
-                derived_seed(config.seed, entry.label, task),
+                label,
+                derived_seed(config.seed, label, task),
             )
-            for entry in config.orchestrator.eval
-            for split, size in [splits[entry.label]]
             for task in range(num_examples(entry, size))
         ]
-        results: dict[str, Results] = {entry.label: [] for entry in config.orchestrator.eval}
-        async with aclosing(place.play(source.label, jobs, concurrency)) as played:
-            async for job, rollouts in played:
-                results[job.label].append((job.task, rollouts))
+    results: dict[str, Results] = {entry.label: [] for entry in entries}
+    async with aclosing(session.play(source.label, jobs, concurrency)) as plays:
+        async for job, rollouts in plays:
+            results[job.label].append((job.task, rollouts))
     parts = {}
-    for entry in config.orchestrator.eval:
-        by_task = sorted(results[entry.label], key=lambda result: result[0])
-        warn_of_failures(source.label, entry.label, by_task)
-        write_eval(
-            output / slug / f"{entry.label}.jsonl", source.policy_version, entry.label, by_task
-        )
-        parts[entry.label] = eval_part(
-            entry, splits[entry.label][0], config.sampling_of(entry), by_task
-        )
-    model = source.adapter or source.model
-    return {
-        "policy": source.label,
-        "policy_version": source.policy_version,
-        "model": model,
-        "files": slug,
-        "evals": parts,
-    }
+    for entry in entries:
+        label = entry.label
+        by_task = sorted(results[label], key=lambda result: result[0])
+        warn_of_failures(source.label, label, by_task)
+        write_eval(folder / f"{label}.jsonl", source.policy_version, label, by_task)
+        parts[label] = eval_part(entry, splits[label], config.sampling_of(entry), by_task)
+    return parts
 
 
 def warn_of_failures(policy: str, label: str, results: Results) -> None:

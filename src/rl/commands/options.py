@@ -3,15 +3,19 @@ flags."""
 
 import os
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any
 
-from rl.commands.policy_spec import Source, split_run
+from rl.commands.policy_spec import Source, named_run, split_run
 from rl.config.base import MAX_RUN_NAME
-from rl.config.command_line import CommandLine, load_config_or_exit
+from rl.config.command_line import CommandLine, fail, load_config_or_exit
 from rl.config.faults import Spelled
 from rl.config.help import SETTINGS
 from rl.config.options import Option, option_lines, take
 from rl.config.run import RLConfig
+from rl.config.stored import run_dir_of, stored_config
+from rl.run_dir.paths import RunDir
+from rl.system.errors import ConfigError
 
 POLICY = Option("policy", "SPEC", "policy to play; default: the model of the configuration")
 ENDPOINT = (
@@ -78,3 +82,28 @@ def load(
     # these commands play the model, also of a run that has none played
     config.sft = config.recorded = None
     return config, line, values
+
+
+def runs_given(
+    program: str, args: list[str], options: tuple[Option, ...], text: str, count: int = 1
+) -> tuple[dict[str, Any], list[Path]]:
+    """Splits off a command's own flags. Returns their values by key, and the directories of the
+    `count` runs that the other arguments name. Exits with code 2 on a fault."""
+    values, rest = take(program, args, options, text)
+    if len(rest) != count or any(word.startswith(("-", "@")) for word in rest):
+        which = (
+            "which run? Give only its directory"
+            if count == 1
+            else "which runs? Give two, by directory"
+        )
+        fail(program, f"{which} or name, {program} outputs/NAME; see {program} --help")
+    try:
+        return values, [named_run(word) for word in rest]
+    except ConfigError as error:
+        fail(program, str(error))
+
+
+def open_run(root: Path) -> tuple[RunDir, RLConfig]:
+    """Returns a run's files, and its configuration. Raises RunError."""
+    config = stored_config(root)
+    return run_dir_of(root, config), config

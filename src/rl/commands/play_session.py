@@ -9,11 +9,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import psutil
 
 from rl.commands.policy_spec import Source
@@ -29,6 +30,7 @@ from rl.models.folder import read_json, resolve_model
 from rl.orchestrator.groups.functions import metrics_function
 from rl.orchestrator.workers.setups import policy_spec, worker_setups
 from rl.run_dir.checksums import is_delta, readable
+from rl.run_dir.files import write_file
 from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
@@ -36,17 +38,19 @@ from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.system.linux import pid_scope
 from rl.system.machine import machine
 from rl.system.terminal import say
-from rl.wire.rollouts import Rollout, Split
-from rl.wire.worker_messages import Endpoint, PolicySpec, Ready
+from rl.wire.rollouts import Rollout
+from rl.wire.worker_messages import Description, Endpoint, PolicySpec, Ready
 
 if TYPE_CHECKING:
-    from rl.orchestrator.workers.pool import WorkerPool
+    from rl.orchestrator.workers.pool import PlayJob, WorkerPool
 
 POLL_S = 0.2
 CONCURRENCY = 64
 HOPELESS = 16
 """Rollouts after which playing ends if all of them have failed."""
 TOO_LONG = "the prompt leaves no room for an answer: raise model.max_model_len, or shorten it"
+NOBODY = "http://127.0.0.1:9/v1"
+"""Address of the policy of environments that are only described; it is never asked."""
 PROGRESS_S = 20.0
 """Seconds between two progress lines."""
 
@@ -91,6 +95,11 @@ async def until_stopped(children: Children, work: Coroutine[Any, Any, int]) -> i
         return 128 + caught[0]
 
 
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Writes rows as JSONL."""
+    write_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+
+
 def task_count(limit: int, size: int | None) -> int | None:
     """Returns the number of tasks to play, None if endless. `size`: tasks available (None:
     endless); `limit`: negative for no limit."""
@@ -120,23 +129,20 @@ class Server:
     async def ready(self) -> None:
         """Waits until the server is ready. Raises RunError if that takes longer than
         inference.startup_timeout_s."""
-        limit, shown = self.config.inference.startup_timeout_s, time.monotonic()
-        while not (
-            (status := read_status(self.config.run_dir.status("inference"))) and status.address
-        ):
+        limit_s, shown = self.config.inference.startup_timeout_s, time.monotonic()
+        while True:
+            status = read_status(self.config.run_dir.status("inference"))
+            if status and status.address:
+                return
             self.check()
-            doing, now = describe(status), time.monotonic()
-            if now - self.child.started > limit:
-                raise failure(
-                    self.child,
-                    f"is not ready after inference.startup_timeout_s = {limit:g} s; last "
-                    f"status: {doing}",
-                )
+            now, doing = time.monotonic(), describe(status)
+            if now - self.child.started > limit_s:
+                limit = f"inference.startup_timeout_s = {limit_s:g} s"
+                raise failure(self.child, f"is not ready after {limit}; last status: {doing}")
             if now - shown > PROGRESS_S:
-                shown = now
+                shown, waited_s = now, now - self.child.started
                 say(
-                    f"  waiting for inference for {now - self.child.started:.0f} s: {doing} "
-                    f"(log: {self.child.log})"
+                    f"  waiting for inference for {waited_s:.0f} s: {doing} (log: {self.child.log})"
                 )
             await asyncio.sleep(POLL_S)
 
@@ -152,21 +158,15 @@ class Server:
 def server_config(config: RLConfig, model: str, folder: Path, adapter: str = "") -> RLConfig:
     """Returns the configuration of a server that has the whole machine, and `folder`, to itself."""
     config = config.model_copy(deep=True)
-    config.output_dir, config.name = str(folder), "server"
-    config.model.name = model
-    config.trainer.lora, config.trainer.router_replay = None, "off"
+    config.output_dir, config.name, config.model.name = str(folder), "server", model
+    trainer, orchestrator = config.trainer, config.orchestrator
+    trainer.lora, trainer.router_replay, trainer.gpus = None, "off", 0
+    trainer.cpus = trainer.ranks = trainer.weights.dir = None
     if adapter:  # a server needs rank and alpha before it loads the adapters
         fields = read_json(Path(adapter) / "adapter_config.json")
-        config.trainer.lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"])
-    config.trainer.gpus, config.trainer.cpus, config.trainer.ranks, config.trainer.weights.dir = (
-        0,
-        None,
-        None,
-        None,
-    )
-    config.orchestrator.inference_urls, config.orchestrator.eval = [], []
-    # unused by a server, but a configuration needs one
-    config.orchestrator.environment = [EnvConfig(id="none")]
+        trainer.lora = LoraConfig(rank=fields["r"], alpha=fields["lora_alpha"])
+    orchestrator.inference_urls, orchestrator.eval = [], []
+    orchestrator.environment = [EnvConfig(id="none")]  # unused, but a configuration needs one
     return config.with_absolute_paths()
 
 
@@ -182,7 +182,7 @@ async def start_server(
         on_failure.callback(shutil.rmtree, folder, ignore_errors=True)
         server = await start_in(folder, config, model, work / "logs", children, adapter)
         on_failure.pop_all()
-    return server
+        return server
 
 
 async def start_in(
@@ -192,8 +192,8 @@ async def start_in(
     if is_delta(Path(model)):
         with readable(Path(model)) as whole:
             model = str(shutil.copytree(whole, folder / "model"))
-    config = server_config(config, model, folder, adapter)
-    devices.check_build(config, box := machine())
+    config, box = server_config(config, model, folder, adapter), machine()
+    devices.check_build(config, box)
     division = devices.split(config, box)
     config = devices.write_into(config, division)
     run_dir = config.run_dir
@@ -202,23 +202,15 @@ async def start_in(
         name = Path(adapter).name
         run_dir.weights_dir.mkdir()
         run_dir.weights(int(name) if name.isdigit() else 1).symlink_to(adapter)
-    found = children.start("model", roles.command("model", run_dir, 1), {}, logs)
-    while await found.wait_async(PROGRESS_S) is None:  # a download has no deadline
-        say(f"  waiting for the model {model} (log: {found.log})")
-    if found.exit_code:
-        lines = last_lines(found.log)
-        raise RunError(
-            f"{lines[-1] if lines else 'the model: ' + found.ending()}\n  the whole log: "
-            f"{found.log}"
-        )
+    finder = children.start("model", roles.command("model", run_dir, 1), {}, logs)
+    while await finder.wait_async(PROGRESS_S) is None:  # a download has no deadline
+        say(f"  waiting for the model {model} (log: {finder.log})")
+    if finder.exit_code:
+        fault = (last_lines(finder.log) or [f"the model: {finder.ending()}"])[-1]
+        raise RunError(f"{fault}\n  the whole log: {finder.log}")
     weights = resolve_model(config.model)
-    return Server(
-        children,
-        config,
-        weights,
-        roles.start(children, "inference", run_dir, division.inference, 1, logs),
-        folder,
-    )
+    child = roles.start(children, "inference", run_dir, division.inference, 1, logs)
+    return Server(children, config, weights, child, folder)
 
 
 def own_folder(parent: Path, label: str) -> Path:
@@ -237,33 +229,16 @@ def scratch(label: str) -> Iterator[Path]:
     """Provides a new directory and deletes it at the end or when a signal stops the command.
     After an error, which may refer to a log in it, the directory stays until the next call."""
     work = own_folder(Path(tempfile.gettempdir()), f"rl-env-{label}")
-    named = False
-    try:
-        yield work
-    except (RunError, OSError):
-        named = True
-        raise
-    finally:
-        if not named:
-            shutil.rmtree(work, ignore_errors=True)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, work, ignore_errors=True)
+        try:
+            yield work
+        except (RunError, OSError):
+            cleanup.pop_all()
+            raise
 
 
 # Environments -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Job:
-    """A task to play and how often."""
-
-    env: str
-    split: Split
-    task: int
-    num_episodes: int
-    sampling: dict[str, Any]
-    label: str = ""
-    """The evaluation it is played for, where several share an environment."""
-    seed: int | None = None
-    """Seed of its random draws; see PlayGroup."""
 
 
 @dataclass
@@ -276,8 +251,8 @@ class PlaySession:
     server: Server | None
 
     async def play(
-        self, label: str, jobs: list[Job], concurrency: int | None
-    ) -> AsyncGenerator[tuple[Job, list[Rollout]]]:
+        self, label: str, jobs: list["PlayJob"], concurrency: int | None
+    ) -> AsyncGenerator[tuple["PlayJob", list[Rollout]]]:
         """Plays jobs, `concurrency` rollouts at once, and yields each job with its rollouts when it
         is finished. `label` is the label of the progress output.
 
@@ -285,69 +260,54 @@ class PlaySession:
         nothing finishes for longer than the rollouts' own deadlines allow, or if all rollouts fail
         from the start.
         """
+        from rl.orchestrator.workers.pool import play_all
+
+        check = self.server.check if self.server else lambda: None
         if self.server:
             say(f"waiting for inference to serve {label} (log: {self.server.child.log})")
             await self.server.ready()
-        todo, playing = iter(jobs), {}
-        finished, failures, last = 0, [], time.monotonic()
-        patience_s = self.patience_s()
-        progress = Progress(label, sum(job.num_episodes for job in jobs))
-        try:
-            while True:
-                while sum(job.num_episodes for job in playing.values()) < (
-                    concurrency or CONCURRENCY
-                ) and (job := next(todo, None)):
-                    rollouts = self.pool.play(
-                        job.env,
-                        job.split,
-                        job.task,
-                        job.num_episodes,
-                        job.sampling,
-                        job.task,
-                        seed=job.seed,
-                    )
-                    playing[asyncio.create_task(rollouts)] = job
-                if not playing:
-                    break
-                done, _ = await asyncio.wait(
-                    {*playing, self.pool.failed},
-                    timeout=POLL_S,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if self.pool.failed in done:
-                    self.pool.failed.result()
-                for task in done:
-                    job, rollouts = playing.pop(task), task.result()
-                    last, finished = time.monotonic(), finished + len(rollouts)
-                    failures += [
-                        one.error or TOO_LONG
-                        for one in rollouts
-                        if one.error or (one.overlong and not one.num_tokens)
-                    ]
-                    progress.advance(job.num_episodes)
+        plays = play_all(self.pool, jobs, concurrency or CONCURRENCY, self.patience_s(), check)
+        finished, failures = 0, list[str]()
+        with progress(label, sum(job.num_episodes for job in jobs)) as show:
+            async with contextlib.aclosing(plays):
+                async for job, rollouts in plays:
+                    for rollout in rollouts:
+                        is_too_long = rollout.overlong and not rollout.num_tokens
+                        if rollout.error or is_too_long:
+                            failures.append(rollout.error or TOO_LONG)
+                    finished += len(rollouts)
+                    show(job.num_episodes)
                     yield job, rollouts
-                if finished >= HOPELESS and len(failures) == finished and TOO_LONG not in failures:
-                    break
-                if self.server:
-                    self.server.check()
-                if time.monotonic() - last > patience_s:
-                    names = sorted({job.env for job in playing.values()})
-                    raise RunError(
-                        f"waited {patience_s:.0f} s for any of {len(playing)} tasks of "
-                        f"{', '.join(names)} to finish, longer than their "
-                        "deadlines (orchestrator.rollout_timeout_s, timeout_s); see "
-                        f"{self.pool.log_dir}"
-                    )
-            if failures and len(failures) == finished:
-                raise RunError(
-                    f"all of the first {finished} rollouts failed; one of "
-                    f"them:\n{failures[0]}\nSee {self.pool.log_dir}"
-                )
-        finally:
-            progress.close()
-            for task in playing:
-                task.cancel()
-            await asyncio.gather(*playing, return_exceptions=True)
+                    all_failed = len(failures) == finished
+                    if finished >= HOPELESS and all_failed and TOO_LONG not in failures:
+                        break
+        if failures and len(failures) == finished:
+            raise RunError(
+                f"all of the first {finished} rollouts failed; one of them:\n{failures[0]}\n"
+                f"See {self.pool.log_dir}"
+            )
+
+    def sizes(self, env: str) -> dict[str, int | None]:
+        """Returns the number of tasks of each split, None if endless."""
+        return {"train": self.ready[env].num_train, "eval": self.ready[env].num_eval}
+
+    async def describe(self, env: str, split: str, num: int, first: int = 0) -> Description:
+        """Describes an environment and up to `num` tasks (-1: as many as come at once)."""
+        timeout_s = self.config.orchestrator.worker_timeout_s
+        return await self.pool.describe(env, split, num, timeout_s, first)
+
+    async def tasks(self, env: str, split: str, limit: int | None) -> list[dict[str, Any]]:
+        """Returns the first `limit` tasks of a split, or all. Raises RunError for endless ones
+        without a limit."""
+        if self.sizes(env)[split] is None and not limit:
+            raise RunError(f"{env}: its {split} tasks are endless; give a number with --limit")
+        tasks = list[dict[str, Any]]()
+        while True:
+            num = limit - len(tasks) if limit else -1
+            new = (await self.describe(env, split, num, len(tasks))).tasks
+            if not new:
+                return tasks
+            tasks += new
 
     def patience_s(self) -> float:
         """Returns the longest time in seconds that a rollout may take: generation and scoring,
@@ -382,31 +342,21 @@ async def play_session(
 
     server, pool = None, None
     add_metrics = metrics_function(config.orchestrator)  # before anything starts: loading may fail
-    try:
-        closed = [
-            entry.label
-            for entry in entries(config).values()
-            if entry.isolation == "sandbox" and not entry.network
-        ]
-        if closed and (head_server or (source and source.endpoint)):
-            remedy = "set its network = true, or use a model served on this machine"
-            where = head_server or (source.label if source else "")
+    endpoint = source.endpoint if source else None
+    for entry in entries(config).values() if endpoint or head_server else ():
+        if entry.isolation == "sandbox" and not entry.network:
             raise RunError(
-                f"environment {closed[0]} is in a sandbox without network access and cannot "
-                f"reach {where}: {remedy}"
+                f"environment {entry.label} is in a sandbox without network access and cannot "
+                f"reach {head_server or (source and source.label)}: set its network = true, or use "
+                "a model served on this machine"
             )
+    try:
         if model:
             policy = policy_spec(config, model)
-        elif head_server:
-            # what its model server holds is not known here
+        elif head_server:  # what its model server holds is not known here
             policy = PolicySpec(head_server=head_server, max_model_len=sys.maxsize)
-        elif source is None or source.endpoint:
-            # never contacted
-            endpoint = (
-                source.endpoint
-                if source
-                else Endpoint(base_url="http://127.0.0.1:9/v1", model="none")
-            )
+        elif source is None or endpoint:
+            endpoint = endpoint or Endpoint(base_url=NOBODY, model="none")
             policy = PolicySpec(endpoint=endpoint, max_model_len=config.model.max_model_len)
         elif not source.model:
             config = config.with_absolute_paths()
@@ -415,11 +365,8 @@ async def play_session(
             server = await start_server(config, source.model, work, children, source.adapter)
             policy = policy_spec(server.config, server.model)
         settings = config.orchestrator
-        pool = WorkerPool(
-            work / "logs",
-            memory_gib=settings.worker_memory_gib,
-            silence_s=settings.worker_silence_s,
-        )
+        limits = {"memory_gib": settings.worker_memory_gib, "silence_s": settings.worker_silence_s}
+        pool = WorkerPool(work / "logs", **limits)
         pool.add_metrics = add_metrics
         await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
@@ -431,34 +378,23 @@ async def play_session(
             await server.end()
 
 
-class Progress:
-    """Shows how many rollouts are finished: a bar on a terminal, a line every PROGRESS_S
-    elsewhere."""
+@contextlib.contextmanager
+def progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function that counts finished rollouts, and shows them: a bar on a terminal, a line
+    every PROGRESS_S elsewhere."""
+    from rich.console import Console
+    from rich.progress import Progress
 
-    def __init__(self, label: str, total: int):
-        self.label, self.total, self.done, self.printed, self.bar = (
-            label,
-            total,
-            0,
-            time.monotonic(),
-            None,
-        )
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress as Bar
+    is_terminal, done, shown = sys.stderr.isatty(), 0, time.monotonic()
+    with Progress(console=Console(stderr=True), transient=True, disable=not is_terminal) as bar:
+        task = bar.add_task(label, total=total)
 
-            self.bar = Bar(console=Console(stderr=True), transient=True)
-            self.task = self.bar.add_task(label, total=total)
-            self.bar.start()
+        def advance(count: int) -> None:
+            nonlocal done, shown
+            done += count
+            bar.update(task, completed=done)
+            if not is_terminal and time.monotonic() - shown > PROGRESS_S:
+                shown = time.monotonic()
+                say(f"  {label}: {done} of {total} rollouts")
 
-    def advance(self, count: int) -> None:
-        self.done += count
-        if self.bar:
-            self.bar.update(self.task, completed=self.done)
-        elif time.monotonic() - self.printed > PROGRESS_S:
-            self.printed = time.monotonic()
-            say(f"  {self.label}: {self.done} of {self.total} rollouts")
-
-    def close(self) -> None:
-        if self.bar:
-            self.bar.stop()
+        yield advance

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from rl.commands.collect import line_of, only_writer, read_present
+from rl.commands.collect import append_episode, only_writer, read_present
 from rl.commands.record_server import OPTIONAL
 from rl.config.command_line import build, parse_args
 from rl.envs.policy import Conversation, Policy, RolloutError, chat_completion
@@ -27,7 +27,6 @@ from rl.models.chat import Message, assistant_message
 from rl.models.folder import resolve_model
 from rl.orchestrator.workers.setups import policy_spec
 from rl.orchestrator.workers.validate_played import faults_of_turns
-from rl.run_dir.files import append_file
 from rl.system.children import PYTHON
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.inference_client import PromptTooLongError
@@ -129,25 +128,23 @@ class RecordedEpisode:
             )
         if not turns and not self.failure and not self.overlong:
             raise RunError(
-                "this episode has no call of the policy: give your program its client, or "
-                "its base_url"
+                "this episode has no call of the policy: give your program its client, or its "
+                "base_url"
             )
+        is_cut = any(answer.finish_reason == "length" for answer in turns.answers)
         rollout = Rollout(
             turns=turns,
             text=self.messages,
             num_prompt_messages=history[-1].num_prompt if history else len(self.messages),
             reward=float(reward),
             metrics=metrics or {},
-            truncated=truncated
-            or self.overlong
-            or any(answer.finish_reason == "length" for answer in turns.answers),
+            truncated=truncated or self.overlong or is_cut,
             overlong=self.overlong,
             error=str(self.failure) if self.failure else None,
             cause=self.failure.cause if self.failure else None,
         )
-        if fault := unfit(rollout) or next(
-            faults_of_turns(turns, self.recorder.policy.spec, None), ""
-        ):
+        faults = [unfit(rollout), *faults_of_turns(turns, self.recorder.policy.spec, None)]
+        if fault := next(filter(None, faults), ""):
             raise RunError(fault)
         self.finished = True
         self.recorder.write(self, rollout)
@@ -159,24 +156,19 @@ def fault_of(body: dict[str, Any], sampling: dict[str, Any]) -> str:
     not refuse; empty if there is nothing."""
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         return "messages: give a list of chat messages"
-    for name in sorted(
-        {name for name, value in body.items() if value not in (None, False, [], {})}
-        - READ
-        - WITHOUT_EFFECT
-    ):
+    set_names = {name for name, value in body.items() if value not in (None, False, [], {})}
+    if unknown := sorted(set_names - READ - WITHOUT_EFFECT):
         return (
-            f"{name}: is not supported by rl.record: leave it out; settings of sampling are "
+            f"{unknown[0]}: is not supported by rl.record: leave it out; settings of sampling are "
             "given to rl.record itself"
         )
     if body.get("stream"):
         return "stream: answers come in one piece: leave it out"
     if (heat := body.get("temperature")) is not None and heat != sampling["temperature"]:
-        remedy = (
-            f"leave it out, or give it to rl.record: orchestrator__sampling__temperature={heat}"
-        )
         return (
             f"temperature: the policy is sampled at {sampling['temperature']}, at which the "
-            f"trainer will score it: {remedy}"
+            "trainer will score it: leave it out, or give it to rl.record: "
+            f"orchestrator__sampling__temperature={heat}"
         )
     return ""
 
@@ -187,22 +179,22 @@ class ServerProcess:
     def __init__(self, args: list[str]):
         """Waits until it is ready. Raises RunError or ConfigError."""
         self.lines = deque[str](maxlen=LAST_LINES)
-        command = [*PYTHON, "-m", "rl.commands.record_server", *args]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-            "text": True,
-        }
-        self.process = subprocess.Popen(command, start_new_session=True, errors="replace", **pipes)
+        self.process = subprocess.Popen(
+            [*PYTHON, "-m", "rl.commands.record_server", *args],
+            start_new_session=True,
+            errors="replace",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert self.process.stdout
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.close)
             self.config = build(parse_args([f"@{self._ready()}"]), OPTIONAL)
             on_failure.pop_all()
-        assert self.process.stdout
-        threading.Thread(
-            target=self.lines.extend, args=(self.process.stdout,), name="rl.record.log", daemon=True
-        ).start()
+        rest = (self.process.stdout,)
+        threading.Thread(target=self.lines.extend, args=rest, daemon=True).start()
 
     def _ready(self) -> Path:
         """Shows what the process says, and returns the path of its configuration when it is
@@ -217,12 +209,9 @@ class ServerProcess:
 
     def fault(self) -> str:
         """Describes how the process has ended; empty if it lives."""
-        code = self.process.poll()
-        return (
-            ""
-            if code is None
-            else f"the policy's server has ended with {code}:\n{''.join(self.lines).rstrip()}"
-        )
+        if (code := self.process.poll()) is None:
+            return ""
+        return f"the policy's server has ended with {code}:\n{''.join(self.lines).rstrip()}"
 
     def close(self) -> None:
         """Ends the process: its standard input ends."""
@@ -250,11 +239,8 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         """`name`: the policy's in the file. Raises RunError if `output` is a file of something
         else, or is being written."""
         self.policy, self.sampling, self.name, self.server = policy, sampling, name, server
-        self.output, self.lock, self.sessions = (
-            output.expanduser().absolute(),
-            threading.Lock(),
-            count(),
-        )
+        self.output = output.expanduser().absolute()
+        self.lock, self.sessions = threading.Lock(), count()
         self.on_close = contextlib.ExitStack()
         self.on_close.enter_context(only_writer(self.output))
         self.present = read_present(self.output)
@@ -337,17 +323,15 @@ class Recorder(contextlib.AbstractContextManager["Recorder"]):
         """Appends the rollout of a finished episode, with the lowest free number of a sample."""
         self.episodes.pop(episode.key, None)
         with self.lock:
-            there = self.present.setdefault((episode.env, episode.task), set())
-            sample = next(number for number in count() if number not in there)
-            there.add(sample)
-            where = {
-                "env": episode.env,
-                "task": episode.task,
-                "sample": sample,
-                "agents": 1,
-                "policy": self.name,
-            }
-            append_file(self.output, line_of(where, rollout, self.sampling["temperature"]))
+            append_episode(
+                self.output,
+                self.present,
+                [rollout],
+                episode.env,
+                episode.task,
+                self.name,
+                self.sampling["temperature"],
+            )
 
     def close(self) -> None:
         """Ends the policy's server. Episodes that are not finished are not written."""

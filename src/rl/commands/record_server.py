@@ -35,23 +35,22 @@ async def serve(config: RLConfig, values: dict[str, Any], children: Children) ->
     or raises RunError if it ends itself."""
     source = resolve(values["policy"], config, None, None)
     if source.endpoint:
-        what = f"{source.label} is an endpoint that returns no token ids"
         raise RunError(
-            f"{what}: give a model or a run, or the addresses of servers of rl "
-            "(orchestrator.inference_urls)"
+            f"{source.label} is an endpoint that returns no token ids: give a model or a run, or "
+            "the addresses of servers of rl (orchestrator.inference_urls)"
         )
     with tempfile.TemporaryDirectory(prefix="rl-record-") as folder:
-        config, server, place = config.with_absolute_paths(), None, Path(folder) / "config.toml"
+        config, server, path = config.with_absolute_paths(), None, Path(folder) / "config.toml"
         try:
             if source.model:
                 server = await start_server(
                     config, source.model, Path(folder), children, source.adapter
                 )
                 await server.ready()
-                config, place = server.config, server.config.run_dir.config
+                config, path = server.config, server.config.run_dir.config
             else:
-                write_config(place, config)
-            print(place, flush=True)
+                write_config(path, config)
+            print(path, flush=True)
             ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
             while not ended.done():
                 if server:

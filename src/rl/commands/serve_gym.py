@@ -14,7 +14,14 @@ import yaml
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rl.commands.play_session import CONCURRENCY, PlaySession, play_session, run, scratch
+from rl.commands.play_session import (
+    CONCURRENCY,
+    PlaySession,
+    play_session,
+    run,
+    scratch,
+    write_lines,
+)
 from rl.config.run import RLConfig
 from rl.envs.nemo_gym.serving import TASK, agent_entry, aggregate, sampling_of, task_row, to_result
 from rl.homes.resolve import Homes
@@ -51,24 +58,15 @@ async def serve(
         raise RunError(f"{env.label} is an environment of NeMo Gym already")
     head = values["head_server"] or HEAD_SERVER
     with scratch(env.label) as work:
-        async with play_session(config, homes, None, work, children, head_server=head) as place:
-            agent = GymAgent(
-                place,
-                env.label,
-                config.orchestrator.worker_timeout_s,
-                values["concurrency"] or CONCURRENCY,
-            )
+        async with play_session(config, homes, None, work, children, head_server=head) as session:
+            agent = GymAgent(session, env.label, values["concurrency"] or CONCURRENCY)
             folder = Path(values["export"] or FOLDER / env.label)
             await agent.write_rows(folder, values["limit"])
             text = yaml.safe_dump(agent_entry(env.label, sock.getsockname()[1]), sort_keys=False)
             write_file(folder / "agent.yaml", text.encode())
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[programs_only])
-            app.add_routes(
-                [
-                    web.post("/run", agent.run),
-                    web.post("/aggregate_metrics", agent.aggregate_metrics),
-                ]
-            )
+            app.router.add_post("/run", agent.run)
+            app.router.add_post("/aggregate_metrics", agent.aggregate_metrics)
             runner = web.AppRunner(
                 app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
             )
@@ -80,7 +78,7 @@ async def serve(
                 f"{folder / 'agent.yaml'} (the lines above)"
             )
             try:
-                await place.pool.failed
+                await session.pool.failed
             finally:
                 await runner.cleanup()
     return 0
@@ -89,44 +87,24 @@ async def serve(
 class GymAgent:
     """The endpoints that NeMo Gym asks of an agent."""
 
-    def __init__(self, place: PlaySession, label: str, timeout_s: float, concurrency: int):
-        self.place, self.label, self.timeout_s = place, label, timeout_s
-        self.places = asyncio.Semaphore(concurrency)
-        self.sessions = itertools.count()
-        ready = place.ready[label]
-        self.sizes = {"train": ready.num_train, "eval": ready.num_eval}
-        if ready.scores_groups:
+    def __init__(self, session: PlaySession, label: str, concurrency: int):
+        self.session, self.label, self.sizes = session, label, session.sizes(label)
+        self.free_places, self.numbers = asyncio.Semaphore(concurrency), itertools.count()
+        if session.ready[label].scores_groups:
             raise RunError(
                 f"{label} scores the episodes of a task together, but NeMo Gym plays each "
                 "alone: it cannot be served"
             )
 
-    async def rows(self, split: str, num: int, first: int = 0) -> list[dict[str, Any]]:
-        """Returns the rows of up to `num` tasks (-1: all) from task `first`; at least one, if
-        there is one."""
-        described = await self.place.pool.describe(self.label, split, num, self.timeout_s, first)
-        return [
-            task_row(self.label, split, index, task)
-            for index, task in enumerate(described.tasks, first)
-        ]
-
     async def write_rows(self, folder: Path, limit: int | None) -> None:
         """Writes the tasks of each split, the first `limit` or all. Raises RunError for endless
         ones without limit."""
-        for split, size in self.sizes.items():
-            rows = list[dict[str, Any]]()
-            if size is None and not limit:
-                raise RunError(
-                    f"{self.label}: its {split} tasks are endless; give a number with --limit"
-                )
-            while more := await self.rows(split, limit - len(rows) if limit else -1, len(rows)):
-                rows += more
-            if rows:
-                write_file(
-                    folder / f"{split}.jsonl",
-                    b"".join(msgspec.json.encode(row) + b"\n" for row in rows),
-                )
-                say(f"{len(rows)} {split} rows in {folder / f'{split}.jsonl'}")
+        for split in self.sizes:
+            tasks = await self.session.tasks(self.label, split, limit)
+            if tasks:
+                path = folder / f"{split}.jsonl"
+                write_lines(path, [task_row(self.label, split, *each) for each in enumerate(tasks)])
+                say(f"{len(tasks)} {split} rows in {path}")
 
     async def run(self, request: web.Request) -> web.Response:
         """Plays the task of a row. A failed rollout is an answer as well, in the form that NeMo
@@ -134,27 +112,24 @@ class GymAgent:
         try:
             row = json.loads(await request.read())
             sampling, split, index = await self.checked(row)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            said = (
-                str(error) if isinstance(error, ValueError) else f"{type(error).__name__} {error}"
-            )
-            return refused(422, f"not a row of {self.label}: {said}")
+        except ValueError as error:
+            return refused(422, f"not a row of {self.label}: {error}")
+        except (LookupError, TypeError, AttributeError) as error:
+            return refused(422, f"not a row of {self.label}: {type(error).__name__} {error}")
         except RunError as error:
             return refused(503, str(error))
         try:
-            async with self.places:
-                rollouts = await self.place.pool.play(
-                    self.label, split, index, 1, sampling, next(self.sessions)
+            async with self.free_places:
+                rollouts = await self.session.pool.play(
+                    self.label, split, index, 1, sampling, next(self.numbers)
                 )
         except RunError as error:  # the environment is lost, and the server ends
             return refused(503, str(error))
         trained = [rollout for rollout in rollouts if rollout.trainable] or rollouts
         rollout = trained[0]
         if len(trained) > 1:
-            rollout.cause, rollout.error = (
-                "environment",
-                f"it trains {len(trained)} agents, but a result of NeMo Gym shows one",
-            )
+            rollout.cause = "environment"
+            rollout.error = f"it trains {len(trained)} agents, but a result of NeMo Gym shows one"
         if rollout.error:
             say(f"  task {index} failed ({rollout.cause}): {rollout.error.splitlines()[0]}")
         return web.json_response(body=msgspec.json.encode(to_result(row, rollout)))
@@ -162,21 +137,18 @@ class GymAgent:
     async def checked(self, row: dict[str, Any]) -> tuple[dict[str, Any], Any, int]:
         """Returns sampling, split and task of a row. Raises ValueError unless it shows the task
         as this environment has it."""
-        agent, task, params = (
-            row.get("agent_ref") or {},
-            row.get(TASK),
-            row["responses_create_params"],
-        )
-        if agent.get("name", self.label) != self.label:
-            raise ValueError(f"its agent_ref names {agent['name']}")
-        if not task:
+        params, name = row["responses_create_params"], (row.get("agent_ref") or {}).get("name")
+        if name not in (None, self.label):
+            raise ValueError(f"its agent_ref names {name}")
+        if not (place := row.get(TASK)):
             raise ValueError(f"it has no {TASK}; give a file that `rl env --serve-gym` wrote")
-        split, index = task["split"], int(task["index"])
+        split, index = place["split"], int(place["index"])
         size = self.sizes[split]
         if index < 0 or (size is not None and index >= size):
             raise ValueError(f"there is no {split} task {index}, but {size}")
-        [own] = await self.rows(split, 1, index)
-        for key, value in own["responses_create_params"].items():
+        [task] = (await self.session.describe(self.label, split, 1, index)).tasks
+        known = task_row(self.label, split, index, task)["responses_create_params"]
+        for key, value in known.items():
             if params.get(key) != value:
                 raise ValueError(
                     f"the {key} of {split} task {index} differs: the environment or its "

@@ -1,10 +1,7 @@
 """`rl watch`: follows a run from any machine that sees its directory."""
 
 from rl.cluster.submit import is_queued
-from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail
-from rl.config.options import take
-from rl.config.stored import run_dir_of, stored_config
+from rl.commands.options import open_run, runs_given
 from rl.launch.children import Children
 from rl.launch.watch import watch
 
@@ -20,10 +17,6 @@ of a run, or its name under outputs/. The exit code is that of the run.
 
 
 def main(args: list[str], children: Children) -> int:
-    _, rest = take("rl watch", args, (), HELP)
-    if len(rest) != 1 or rest[0].startswith(("-", "@")):
-        fail("rl watch", "which run? Give only its directory: rl watch outputs/NAME")
-    root = named_run(rest[0]).resolve()
-    config = stored_config(root)
-    run_dir = run_dir_of(root, config)
+    _, [root] = runs_given("rl watch", args, (), HELP)
+    run_dir, config = open_run(root.resolve())
     return watch(run_dir, config, children, is_queued=lambda: is_queued(run_dir, config))

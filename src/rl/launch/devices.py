@@ -63,30 +63,17 @@ class Split:
 
 
 def pick(
-    key: str,
-    asked: int | list[int] | None,
-    available: list[int],
-    kind: str,
-    *,
-    from_end: bool = False,
-) -> list[int] | None:
-    """Returns the devices that setting `key`, a count or a list of ids, requests; None if it is
-    not set. Raises ConfigError."""
-    if asked is None:
-        return None
+    key: str, asked: int | list[int], available: list[int], kind: str, *, from_end: bool = False
+) -> list[int]:
+    """Returns the devices that setting `key`, a count or a list of ids, requests. Raises
+    ConfigError."""
+    fault = f"{key} = {asked}\n    there are {len(available)} {kind} here"
     if isinstance(asked, list):
-        missing = sorted(set(asked) - set(available))
-        if missing or len(set(asked)) != len(asked) or not asked:
-            raise ConfigError(
-                f"{key} = {asked}\n    there are {len(available)} {kind} here: {available}; "
-                "name each one once"
-            )
+        if not asked or len(set(asked)) != len(asked) or not {*asked} <= {*available}:
+            raise ConfigError(f"{fault}: {available}; name each one once")
         return asked
     if not 0 <= asked <= len(available):
-        raise ConfigError(
-            f"{key} = {asked}\n    there are {len(available)} {kind} here; ask for at most "
-            "that many"
-        )
+        raise ConfigError(f"{fault}; ask for at most that many")
     return available[len(available) - asked :] if from_end else available[:asked]
 
 
@@ -94,40 +81,33 @@ def split_gpus(config: RLConfig, box: Machine) -> tuple[list[int], list[int]]:
     """Returns (GPUs of the trainer, GPUs of inference). By default the trainer gets one and
     inference the rest; a single GPU is shared."""
     every = list(range(len(box.gpus)))
-    trainer_asked, inference_asked = config.trainer.gpus, config.inference.gpus
-    if trainer_asked is None and every:
-        trainer_asked = config.trainer.ranks or (1 if config.plays else len(every))
+    training, serving = config.trainer.gpus, config.inference.gpus
+    if training is None:
+        training = (config.trainer.ranks or (1 if config.plays else len(every))) if every else 0
     if not config.plays:  # there is no inference
-        return pick("trainer.gpus", trainer_asked, every, "GPUs") or [], []
-    if config.orchestrator.inference_urls or (inference_asked is None and not box.gpu_inference):
-        inference_asked = 0
+        return pick("trainer.gpus", training, every, "GPUs"), []
+    if config.orchestrator.inference_urls or (serving is None and not box.gpu_inference):
+        serving = 0
 
-    def without(taken: int | list[int] | None) -> list[int]:
+    def without(taken: list[int]) -> list[int]:
         """Returns the GPUs that the other process does not have; the only GPU of a machine is
         shared."""
-        return [gpu for gpu in every if len(every) == 1 or gpu not in as_ids(taken)]
+        return [gpu for gpu in every if len(every) == 1 or gpu not in taken]
 
-    named = isinstance(trainer_asked, list)
-    trainer = (
-        pick(
-            "trainer.gpus",
-            trainer_asked,
-            every if named else without(inference_asked),
-            "GPUs" if named else "free GPUs",
-        )
-        or []
-    )
-    if isinstance(inference_asked, list):
-        return trainer, pick("inference.gpus", inference_asked, every, "GPUs") or []
+    if isinstance(training, list):
+        trainer = pick("trainer.gpus", training, every, "GPUs")
+    else:
+        trainer = pick("trainer.gpus", training, without(as_ids(serving)), "free GPUs")
+    if isinstance(serving, list):
+        return trainer, pick("inference.gpus", serving, every, "GPUs")
     free = without(trainer)
-    if every and not free and inference_asked is None:
-        remedy = (
-            "takes all of them and inference has none (only the single GPU of a box is shared): "
-            "leave it one, or give inference.gpus = 0"
+    if every and not free and serving is None:
+        raise ConfigError(
+            f"trainer.gpus = {config.trainer.gpus}\n    takes all of them and inference has none "
+            "(only the single GPU of a box is shared): leave it one, or give inference.gpus = 0"
         )
-        raise ConfigError(f"trainer.gpus = {config.trainer.gpus}\n    {remedy}")
-    inference = pick("inference.gpus", inference_asked, free, "free GPUs", from_end=True)
-    return trainer, free if inference is None else inference
+    serving = len(free) if serving is None else serving
+    return trainer, pick("inference.gpus", serving, free, "free GPUs", from_end=True)
 
 
 def check_build(config: RLConfig, box: Machine) -> str:
@@ -136,17 +116,12 @@ def check_build(config: RLConfig, box: Machine) -> str:
 
     Raises ConfigError if `inference.gpus` nevertheless requests GPUs.
     """
-    if (
-        box.gpu_inference
-        or not box.gpus
-        or not config.starts_inference
-        or config.inference.gpus == 0
-    ):
+    asked = config.inference.gpus
+    if box.gpu_inference or not box.gpus or not config.starts_inference or asked == 0:
         return ""
-    if config.inference.gpus:
+    if asked:
         raise ConfigError(
-            f"inference.gpus = {config.inference.gpus}\n    the installed vLLM is the one "
-            f"for CPUs: {FOR_GPUS}"
+            f"inference.gpus = {asked}\n    the installed vLLM is the one for CPUs: {FOR_GPUS}"
         )
     return (
         "warning: the installed vLLM is the one for CPUs, so inference runs on the CPU although "
@@ -156,51 +131,42 @@ def check_build(config: RLConfig, box: Machine) -> str:
 
 def split(config: RLConfig, box: Machine) -> Split:
     """Divides the machine. Raises ConfigError for settings that it cannot satisfy."""
-    trainer_gpus, inference_gpus = split_gpus(config, box)
-    ranks = config.trainer.ranks or len(trainer_gpus) or 1
-    if trainer_gpus and ranks != len(trainer_gpus):
+    gpus = split_gpus(config, box)
+    ranks = config.trainer.ranks or len(gpus[0]) or 1
+    if gpus[0] and ranks != len(gpus[0]):
         raise ConfigError(
             f"trainer.ranks = {ranks}\n    must be the number of trainer GPUs, "
-            f"{len(trainer_gpus)}; leave it out"
+            f"{len(gpus[0])}; leave it out"
         )
     for key in ("dp_replicate", "context_parallel", "expert_parallel"):
-        value, copies = (
-            getattr(config.trainer, key),
-            config.trainer.dp_replicate if key == "expert_parallel" else 1,
-        )
+        value = getattr(config.trainer, key)
+        copies = config.trainer.dp_replicate if key == "expert_parallel" else 1
         if ranks % (value * copies):
-            of = f" / trainer.dp_replicate, {ranks // copies}" if copies > 1 else f", {ranks}"
-            remedy = (
-                f"must divide the trainer's ranks{of} (one per GPU; trainer.ranks without GPUs): "
-                "change either of them"
+            ways = f" / trainer.dp_replicate, {ranks // copies}" if copies > 1 else f", {ranks}"
+            raise ConfigError(
+                f"trainer.{key} = {value}\n    must divide the trainer's ranks{ways} (one per "
+                "GPU; trainer.ranks without GPUs): change either of them"
             )
-            raise ConfigError(f"trainer.{key} = {value}\n    {remedy}")
-    trainer_cores = (
-        pick("trainer.cpus", config.trainer.cpus or None, box.cores, "cores") or box.cores
-    )
-    inference_cores = (
-        pick("inference.cpus", config.inference.cpus or None, box.cores, "cores", from_end=True)
-        or box.cores
-    )
-    trainer_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in trainer_gpus)}
-    trainer_env["OMP_NUM_THREADS"] = str(max(1, threads(trainer_cores, box) // ranks))
-    inference_env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in inference_gpus)}
-    if not trainer_gpus:
-        trainer_env |= MALLOC | SPIN
-    if not inference_gpus:
-        # otherwise vLLM uses one thread
-        inference_env["OMP_NUM_THREADS"] = str(threads(inference_cores, box))
-        inference_env |= MALLOC | ONE_ARENA
-    return Split(
-        trainer=Share(trainer_gpus, trainer_cores, trainer_env),
-        inference=Share(inference_gpus, inference_cores, inference_env),
-        ranks=ranks,
-        vllm=engine_arguments(
-            config.inference.vllm,
-            inference_gpus,
-            shared=bool(set(trainer_gpus) & set(inference_gpus)),
-        ),
-    )
+    shares = [
+        share(name, getattr(config, name).cpus, own_gpus, box, ranks)
+        for name, own_gpus in zip(("trainer", "inference"), gpus, strict=True)
+    ]
+    vllm = engine_arguments(config.inference.vllm, gpus[1], shared=bool({*gpus[0]} & {*gpus[1]}))
+    return Split(*shares, ranks, vllm)
+
+
+def share(
+    name: str, asked: int | list[int] | None, gpus: list[int], box: Machine, ranks: int
+) -> Share:
+    """Returns the devices of the trainer or of inference. Raises ConfigError."""
+    trains = name == "trainer"
+    cores = pick(f"{name}.cpus", asked or len(box.cores), box.cores, "cores", from_end=not trains)
+    env = {"CUDA_VISIBLE_DEVICES": ",".join(box.gpus[gpu] for gpu in gpus)}
+    if trains or not gpus:  # without it vLLM uses one thread on the CPU
+        env["OMP_NUM_THREADS"] = str(max(1, threads(cores, box) // (ranks if trains else 1)))
+    if not gpus:
+        env |= MALLOC | (SPIN if trains else ONE_ARENA)
+    return Share(gpus, cores, env)
 
 
 def threads(cores: list[int], box: Machine) -> int:
@@ -240,34 +206,21 @@ def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) ->
 
 def implied_again(config: RLConfig, stored: RLConfig, box: Machine) -> RLConfig:
     """Returns a configuration without what `write_into` has added to the stored one that it
-    comes from, so that this machine's GPUs imply it. GPUs themselves stay as they are if this
-    machine has them: the user may have chosen them."""
+    comes from, so that this machine's GPUs imply it. GPUs stay as they are if this machine has
+    them: the user may have chosen them."""
     config = config.model_copy(deep=True)
     trainer, inference = as_ids(stored.trainer.gpus), as_ids(stored.inference.gpus)
     if config.trainer.ranks == stored.trainer.ranks == (len(trainer) or 1):
         config.trainer.ranks = None
     with contextlib.suppress(ConfigError):
-        own = {key: value for key, value in stored.inference.vllm.items() if key not in IMPLIED}
-        for key, value in engine_arguments(
-            own, inference, shared=bool(set(trainer) & set(inference))
-        ).items():
+        chosen = {key: value for key, value in stored.inference.vllm.items() if key not in IMPLIED}
+        implied = engine_arguments(chosen, inference, shared=bool({*trainer} & {*inference}))
+        for key, value in implied.items():
             if config.inference.vllm.get(key) == stored.inference.vllm.get(key) == value:
                 del config.inference.vllm[key]
-        if not box.gpus or max([*trainer, *inference], default=0) < len(box.gpus):
-            return config
-        before = Machine(
-            [str(number) for number in range(max([*trainer, *inference]) + 1)], box.cores
-        )
-        default = stored.model_copy(deep=True)
-        default.trainer.gpus = default.inference.gpus = default.trainer.ranks = None
-        if split_gpus(default, before) == (trainer, inference) and config.trainer.gpus == trainer:
-            config.trainer.gpus = None
-        default.trainer.gpus = stored.trainer.gpus
-        if (
-            split_gpus(default, before)[1] == inference
-            and config.inference.gpus == stored.inference.gpus
-        ):
-            config.inference.gpus = None
+    for section, gpus in ((config.trainer, trainer), (config.inference, inference)):
+        if box.gpus and section.gpus == gpus and max(gpus, default=0) >= len(box.gpus):
+            section.gpus = None
     return config
 
 

@@ -7,7 +7,6 @@ import math
 import shlex
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -31,8 +30,7 @@ from rl.launch.children import Children
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
-from rl.launch.tensorboard_log import TensorboardLog
-from rl.launch.wandb_log import WandbLog
+from rl.launch.trackers import Trackers
 from rl.run_dir.lease import LEASE_S, check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
@@ -55,54 +53,18 @@ CURVES_AFTER_S = 60.0
 def manifest_lines(manifest: dict[str, Any]) -> list[str]:
     """Describes the data of supervised fine-tuning."""
     lines = []
-    for name in ("train", "validation"):
-        if part := manifest.get(name):
-            sizes = (
-                f"{part['rows']:,} rows -> {part['examples']:,} examples, {part['tokens']:,} "
-                f"tokens, {part['trained_tokens']:,} trained"
-            )
-            left_out = "".join(f"; {number:,} {what}" for what, number in part["left_out"].items())
+    for name, note in (("train", ""), ("validation", " (validation)")):
+        if data := manifest.get(name):
             lines.append(
-                "data      "
-                f"{part['dataset']}{' (validation)' if name == 'validation' else ''}: "
-                f"{sizes}{left_out}"
+                f"data      {data['dataset']}{note}: {data['rows']:,} rows -> "
+                f"{data['examples']:,} examples, {data['tokens']:,} tokens, "
+                f"{data['trained_tokens']:,} trained"
+                + "".join(f"; {number:,} {what}" for what, number in data["left_out"].items())
             )
     return lines + [f"warning: {text}" for text in manifest["warnings"]]
 
 
-class Trackers:
-    """What receives the lines of metrics.jsonl in addition. One that fails is reported and gets
-    no more."""
-
-    def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
-        """Raises RunError if a package is not installed."""
-        self.say = say
-        self.left: list[WandbLog | TensorboardLog] = []
-        if config.wandb:
-            self.left.append(WandbLog(config, run_dir))
-        if config.tensorboard:
-            self.left.append(TensorboardLog(run_dir))
-        self._each(lambda tracker: tracker.start())
-
-    def send(self, lines: list[dict[str, Any]]) -> None:
-        """Sends lines; at first existing ones, some of which a tracker may have received in an
-        earlier start."""
-        if lines:
-            self._each(lambda tracker: tracker.send(lines))
-
-    def close(self, exit_code: int) -> None:
-        self._each(lambda tracker: tracker.close(exit_code))
-
-    def _each(self, act: Callable[[Any], None]) -> None:
-        for tracker in [*self.left]:
-            try:
-                act(tracker)
-            except tracker.failures as error:
-                self.left.remove(tracker)
-                self.say(f"warning: {tracker.fault(error)}")
-
-
-class Watch:
+class RunLoop:
     """The loop of `rl`: supervises the children and shows the run's metrics until the run is
     over."""
 
@@ -110,43 +72,41 @@ class Watch:
         from rl.launch.console import Console
 
         self.config, self.run_dir, self.children = config, prepared.run_dir, children
-        self.merger: Merger | None = Merger(
-            self.run_dir.metrics, partial(check_fence, self.run_dir.lock("rl"))
-        )
+        self.check_fence = partial(check_fence, self.run_dir.lock("rl"))
+        self.merger = Merger(self.run_dir.metrics, self.check_fence)
         self.merger.merge()
-        self.console = Console(config, prepared.run_dir)
-        self.supervisor = Supervisor(config, prepared.run_dir, children, self.console.say)
-        self.reader = MetricsReader(prepared.run_dir.metrics)
+        self.console = Console(config, self.run_dir)
+        self.say = self.console.say
+        self.supervisor = Supervisor(config, self.run_dir, children, self.say)
+        self.reader = MetricsReader(self.run_dir.metrics)
         self.unshown: list[dict[str, Any]] = []
         """Lines that were read, but not shown because the disk did not answer."""
         self.not_merged = False
         """Whether the user was warned that metrics.jsonl cannot be written."""
         self.console.introduce()
         for note in prepared.notes:
-            self.console.say(note)
+            self.say(note)
         self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
         """The previous run, until it is deleted."""
-        self.trackers = Trackers(config, self.run_dir, self.console.say)
+        self.trackers = Trackers(config, self.run_dir, self.say)
         # the console has already read the newest of these itself
         while self.trackers.left and (old_lines := self.reader.new()):
             self.trackers.send(old_lines)
-        self.beside = (
-            [beside.Page(self.run_dir, children, self.console.say)]
-            if view
-            else list[beside.Beside]()
-        )
+        self.reader.skip()
+        self.beside: list[beside.Beside] = []
+        if view:
+            self.beside.append(beside.Page(self.run_dir, children, self.say))
         self.curves_at = time.monotonic() + CURVES_AFTER_S
         """Time from which curves.png is drawn."""
-        self.reader.skip()
 
-    def until_finished(self, started: list[Role]) -> None:
+    def until_finished(self, processes: list[Role]) -> None:
         """Starts processes and keeps them alive until they have ended well. Raises RunError if they
         cannot, and Stopped after `rl stop`.
 
         A disk that does not answer may do so again. Raises OSError if it does not for LEASE_S, or
         for an error that does not pass.
         """
-        self.supervisor.begin(started)
+        self.supervisor.begin(processes)
         failed_at = math.inf
         while not self.supervisor.keeper.finished:
             try:
@@ -158,7 +118,7 @@ class Watch:
                     raise
                 if failed_at == math.inf:
                     failed_at = now
-                    self.console.say(
+                    self.say(
                         f"warning: {system_error(error)}; this is tried again for {LEASE_S:.0f} s"
                     )
             time.sleep(POLL_S)
@@ -173,70 +133,47 @@ class Watch:
     def show(self) -> list[dict[str, Any]]:
         """Merges, shows, sends and returns new metrics. Raises RunError if another `rl` has
         taken over."""
-        self._merge()
-        self.unshown += self.reader.new()
-        if self.unshown:
-            check_fence(self.run_dir.lock("rl"))  # trackers, and the picture, have one writer, too
-        lines, self.unshown = self.unshown, []
-        self.console.update(lines)
-        if time.monotonic() >= self.curves_at:
-            self.curves_at = math.inf
-            self.beside.append(
-                beside.curves(self.run_dir, self.config.name, self.children, self.console.say)
-            )
-        for process in self.beside:
-            process.poll()
-        if self.cleaned and self.run_dir.anything_made():
-            threading.Thread(
-                target=shutil.rmtree, args=(self.cleaned,), kwargs={"ignore_errors": True}
-            ).start()
-            self.cleaned = None
-        self.trackers.send(lines)
-        return lines
-
-    def _merge(self) -> None:
-        merger, self.merger = self.merger, None
         try:
-            if merger:
-                merger.merge()
+            self.merger.merge()
         except OSError as error:
             if not self.not_merged:
-                self.console.say(
+                self.say(
                     f"warning: {error}; until it can be written, the metrics are kept in "
                     f"{sources_dir(self.run_dir.metrics)}"
                 )
             self.not_merged = True
-        # stays None after a RunError: then this process must not write any more
-        self.merger = merger
+        self.unshown += self.reader.new()
+        if self.unshown:
+            self.check_fence()  # trackers, and the picture, have one writer, too
+        lines, self.unshown = self.unshown, []
+        self.console.update(lines)
+        if time.monotonic() >= self.curves_at:
+            self.curves_at = math.inf
+            title = self.config.name
+            self.beside += [beside.curves(self.run_dir, title, self.children, self.say)]
+        for process in self.beside:
+            process.poll()
+        if self.cleaned and self.run_dir.anything_made():
+            threading.Thread(target=shutil.rmtree, args=(self.cleaned, True)).start()
+            self.cleaned = None
+        self.trackers.send(lines)
+        return lines
 
-    def tell_disk(self, config: RLConfig) -> None:
+    def tell_disk(self) -> None:
         """Prints the disk space that the run will use. The model's folder is the path in the log
         of the process that found it."""
-        if config.is_remote:
-            return
-        log = newest_log(self.run_dir.logs, "model")
-        folder = next(
-            (
-                Path(line)
-                for line in last_lines(log)
-                if line.startswith("/") and Path(line).is_dir()
-            ),
-            None,
-        )
-        for line in disk_estimate(config, folder) if folder else []:
-            self.console.say(line)
-
-    def tell_data(self) -> None:
-        for line in manifest_lines(json.loads((self.run_dir.data / "manifest.json").read_bytes())):
-            self.console.say(line)
+        words = last_lines(newest_log(self.run_dir.logs, "model"))
+        folders = [Path(line) for line in words if line.startswith("/") and Path(line).is_dir()]
+        for line in disk_estimate(self.config, folders[0]) if folders else []:
+            self.say(line)
 
     def tell_end(self) -> None:
         """Prints why the run ended before its last step, if it did."""
-        end = None if self.config.sft else read_json(self.run_dir.run_end, RunEnd)
+        end = read_json(self.run_dir.run_end, RunEnd) if self.config.kind.has_rollouts else None
         if end and (text := early_end(end, self.run_dir.newest_batch(), self.config.max_steps)):
             self.supervisor.event("end", "rl", reason=text)
             doubt = f"; `rl show {self.run_dir.root}` shows the rollouts"
-            self.console.say(f"warning: {text}{doubt}" if end.kind == "doubtful" else text)
+            self.say(f"warning: {text}{doubt}" if end.kind == "doubtful" else text)
 
     def close(self, exit_code: int) -> None:
         """Prints the last lines and the report, and closes the trackers."""
@@ -250,9 +187,7 @@ class Watch:
         with contextlib.suppress(OSError):
             self.show()
         self.console.close()
-        final_report(
-            Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.console.say
-        )
+        final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.say)
         self.trackers.close(exit_code)
 
 
@@ -278,15 +213,13 @@ def on_this_machine(config: RLConfig) -> Placement:
         config = devices.implied_again(config, as_written(config.run_dir.root), box)
     warning, division = devices.check_build(config, box), devices.split(config, box)
     config = devices.write_into(config, division)
+    grace_s = config.cluster.grace_s + EXIT_S if config.cluster else 0.0
     note = warning or devices.unused(config, division, box)
-    stop_s = (
-        max(STOP_DEADLINE_S, config.cluster.grace_s + EXIT_S) if config.cluster else STOP_DEADLINE_S
-    )
     return Placement(
         config,
         lambda run_dir: roles.roles(config, run_dir, division),
         [note] if note else [],
-        stop_s,
+        max(STOP_DEADLINE_S, grace_s),
     )
 
 
@@ -296,23 +229,25 @@ def run(
     """Runs everything from the prepared directory to the report. Returns the exit code."""
     from rl.run_dir.numbers import Numbers
 
-    config = placement.config
-    watch = Watch(config, prepared, children, view)
-    code, why, lost = 0, "", ""
+    config, run_dir = placement.config, prepared.run_dir
+    loop = RunLoop(config, prepared, children, view)
+    code, why = 0, ""
     try:
         # Find or download the model before anything needs it, in a separate process, which may load
         # torch and can be stopped.
         # The same for the data of supervised fine-tuning, so that its faults are reported before
         # anything else starts.
         for name in roles.preparing(config):
-            watch.until_finished([Role(name, roles.command(name, prepared.run_dir, 1), {})])
-        watch.tell_disk(config)
-        if config.sft:
-            watch.tell_data()
-        watch.until_finished(placement.roles(prepared.run_dir))
-        if fault := nothing_trained(Numbers.read(prepared.run_dir.metrics)):
+            loop.until_finished([Role(name, roles.command(name, run_dir, 1), {})])
+        if not config.is_remote:
+            loop.tell_disk()
+        if config.kind == "sft":
+            for line in manifest_lines(json.loads((run_dir.data / "manifest.json").read_bytes())):
+                loop.say(line)
+        loop.until_finished(placement.roles(run_dir))
+        if fault := nothing_trained(Numbers.read(run_dir.metrics)):
             raise RunError(fault, resume_at=0)
-        watch.tell_end()
+        loop.tell_end()
     except Stopped as stop:
         children.stop_caught()
         code, why = 128 + stop.signum, f"{stop}: stopping (once more kills at once)"
@@ -324,34 +259,31 @@ def run(
     except OSError as error:
         code, why = 1, f"rl: {system_error(error)}"
     finally:
-        watch.console.close()
-    if code and (lost := lost_to(prepared.run_dir.lock("rl"))):
+        loop.console.close()
+    lost = lost_to(run_dir.lock("rl")) if code else ""
+    if lost:
         code, why = GIVE_UP, f"rl: {lost}"
     elif code > 128:
-        watch.supervisor.event("stop", "rl", reason=signal.Signals(code - 128).name)
+        loop.supervisor.event("stop", "rl", reason=signal.Signals(code - 128).name)
     if why:
         say(why)  # it may quote logs, which may contain model output
     stuck = children.stop(placement.stop_s)
     if code > 1 and not stuck and not lost:
-        watch.supervisor.keeper.archive_statuses()
+        loop.supervisor.keeper.archive_statuses()
     if stuck:
-        print(f"rl: these processes do not end, even after SIGKILL: {stuck}", file=sys.stderr)
+        say(f"rl: these processes do not end, even after SIGKILL: {stuck}")
     if lost:  # the directory belongs to the other `rl`, which goes on
         return code
-    watch.close(code)
-    if code == 1 and not prepared.run_dir.anything_made():
-        print(
-            "nothing was made yet: a start with other settings reuses the directory",
-            file=sys.stderr,
-        )
-        if watch.cleaned:
-            print(
-                f"the run that was there before --clean is in {watch.cleaned}: move it "
-                "elsewhere to continue it",
-                file=sys.stderr,
+    loop.close(code)
+    if code == 1 and not run_dir.anything_made():
+        say("nothing was made yet: a start with other settings reuses the directory")
+        if loop.cleaned:
+            say(
+                f"the run that was there before --clean is in {loop.cleaned}: move it "
+                "elsewhere to continue it"
             )
     elif code:
-        print(f"resume with: {again}", file=sys.stderr)
+        say(f"resume with: {again}")
     return code
 
 
@@ -382,15 +314,38 @@ def home_lines(homes: Homes) -> list[str]:
 def check_ports(config: RLConfig) -> None:
     """Raises RunError if another process has a port of the run's processes on this machine, or
     if it has no such address."""
-    used = {
-        "inference": config.starts_inference,
-        "orchestrator": not (config.sft or config.serve),
+    sections = {
+        "inference": config.inference if config.starts_inference else None,
+        "orchestrator": config.orchestrator if config.kind.has_rollouts else None,
         "serve": config.serve,
     }
-    for name in filter(used.get, used):
-        place = getattr(config, name)
-        if config.cluster is None:
-            bind(place.host, place.port, f"{name}.port").close()
+    for name, section in sections.items():
+        if section and config.cluster is None:
+            bind(section.host, section.port, f"{name}.port").close()
+
+
+def check_launch(config: RLConfig) -> None:
+    """Raises RunError if `rl` cannot run this configuration on this machine."""
+    if config.kind == "serve":
+        raise RunError(
+            "this is the configuration of a server of the Tinker API: start it with `rl "
+            f"serve --name {config.name}`"
+        )
+    if config.batches_from == "fake":
+        raise RunError(
+            "trainer.data.fake measures the trainer alone; start it as `trainer` with the "
+            "same files and flags"
+        )
+    if problem := shared_memory_fault():
+        raise RunError(problem)
+    check_ports(config)
+    sandboxed = {
+        entry.label for entry in environments(config).values() if entry.isolation == "sandbox"
+    }
+    if sandboxed and (problem := sandbox_fault()):
+        raise RunError(
+            f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}'
+        )
 
 
 def launch(
@@ -402,38 +357,16 @@ def launch(
 ) -> int:
     """Runs a configuration and returns the exit code. `place` decides what is started where.
     Raises RunError, OSError and Stopped."""
-    if config.serve:
-        raise RunError(
-            "this is the configuration of a server of the Tinker API: start it with `rl "
-            f"serve --name {config.name}`"
-        )
-    if config.trainer.data.fake:
-        raise RunError(
-            "trainer.data.fake measures the trainer alone; start it as `trainer` with the "
-            "same files and flags"
-        )
-    if problem := shared_memory_fault():
-        raise RunError(problem)
-    check_ports(config)
+    check_launch(config)
     config = config.with_absolute_paths()
-    sandboxed = {
-        entry.label for entry in environments(config).values() if entry.isolation == "sandbox"
-    }
-    if sandboxed and (problem := sandbox_fault()):
-        raise RunError(
-            f'environment {", ".join(sorted(sandboxed))}, isolation = "sandbox": {problem}'
-        )
     homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
     config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     if prepared.is_done:
         prepared.lease.close()
-        print(
-            f"{prepared.run_dir.root}: all {config.max_steps} steps are done; raise "
-            "--max_steps to continue",
-            flush=True,
-        )
+        text = f"all {config.max_steps} steps are done; raise --max_steps to continue"
+        print(f"{prepared.run_dir.root}: {text}", flush=True)
         return 0
     record(config, homes)
     prepared.notes += [*placement.notes, *home_lines(homes)]

@@ -23,8 +23,8 @@ from rl.orchestrator.groups.functions import load_functions, metrics_function
 from rl.orchestrator.groups.teacher import make_teachers
 from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.policy.served_policy import ServedPolicy
+from rl.orchestrator.progress import StepClock
 from rl.orchestrator.recorded.run import run_recorded
-from rl.orchestrator.step_clock import StepClock
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.orchestrator.workers.setups import (
     eval_envs,
@@ -114,7 +114,7 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
             "playing",
             lambda: sum(play.episodes for play in orchestrator.admission.in_flight.values()),
         )
-        await orchestrator.builder.restore()
+        await orchestrator.pipeline.restore()
         return RunEnd(await orchestrator.run(server), time.time(), orchestrator.progress.end_kind)
     finally:
         await pool.close()

@@ -22,11 +22,11 @@ import time
 from dataclasses import dataclass
 
 from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_builder import BatchBuilder
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.groups.group_credit import credit_group, rules_of
 from rl.orchestrator.groups.teacher import Teacher
+from rl.orchestrator.pipeline import Pipeline
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
@@ -74,7 +74,7 @@ class Orchestrator:
         }
         self.progress = Progress(config.max_steps)
         self.admission = Admission(config, self.source)
-        self.builder = BatchBuilder(
+        self.pipeline = Pipeline(
             config,
             self.admission,
             self.rules,
@@ -98,25 +98,18 @@ class Orchestrator:
         self.clock.start()
         await self.policy.start()
         log.info("inference has version %d", self.policy.loaded)
-        await self.builder.commit_full_batches()
+        await self.pipeline.commit_full_batches()
         self._check_target()
         async with asyncio.TaskGroup() as group:
             self.group = group
-            loops = [
-                group.create_task(loop)
-                for loop in (
-                    self.requests.serve(server, group),
-                    self.fail_with_pool(),
-                    self.take_in(),
-                )
-            ]
+            loops = [self.requests.serve(server, group), self.fail_with_pool(), self.take_in()]
+            tasks = [group.create_task(loop) for loop in loops]
             await self.evaluate_missed()
-            loops += [
-                group.create_task(loop) for loop in (self.generate(), self.monitor_inference())
-            ]
+            tasks += [group.create_task(self.generate())]
+            tasks += [group.create_task(self.monitor_inference())]
             await self.follow_policy()
             await self.requests.wait_for_trainer_end(self.config.orchestrator.trainer_timeout_s)
-            for task in [*loops, *(play.task for play in self.admission.in_flight.values())]:
+            for task in [*tasks, *(play.task for play in self.admission.in_flight.values())]:
                 task.cancel()
         return self.progress.end_reason or f"{self.progress.final} steps done"
 
@@ -126,7 +119,7 @@ class Orchestrator:
         """Loop. Consumes tasks. Produces groups in flight. Waits for room; unblocked by a loaded
         version, a finished group, or a timer."""
         while True:
-            places = self.admission.places(self.builder.pending.groups)
+            places = self.admission.places(self.pipeline.pending.groups)
             for _ in range(MAX_STARTS):
                 if not (envs := self.admission.eligible(places, self.batches_ahead())):
                     break
@@ -137,10 +130,18 @@ class Orchestrator:
             else:
                 await asyncio.sleep(0)
                 continue
-            await self.progress.wait_until(
-                self.has_room,
-                SLOW_CHECK_S if self.config.max_lag and self.admission.in_flight else None,
-            )
+            may_slow = self.config.max_lag and self.admission.in_flight
+            await self.progress.wait_until(self.has_room, SLOW_CHECK_S if may_slow else None)
+
+    def batches_ahead(self) -> int:
+        """Returns how many batches after the newest one may be sampled with the loaded version."""
+        last = min(self.policy.loaded + 1 + self.config.max_lag, self.progress.final)
+        return last - self.progress.newest
+
+    def has_room(self) -> bool:
+        """Whether a group may be started."""
+        places = self.admission.places(self.pipeline.pending.groups)
+        return bool(self.admission.eligible(places, self.batches_ahead()))
 
     def start_group(self, ref: TaskRef, num_episodes: int) -> None:
         """Starts a group, reusing members that an earlier process, or a cancelled attempt, has
@@ -149,34 +150,16 @@ class Orchestrator:
         # Only half the window: with older members the group would be cancelled as stale before it
         # finishes, again and again.
         window = self.config.orchestrator.max_off_policy_steps // 2 if self.config.max_lag else 0
-        members = self.builder.finished_of(ref.group_id, loaded - window)
-        start_version = min(
-            [loaded, *(version for rollout in members for version in rollout.versions)]
-        )
+        members = self.pipeline.finished_of(ref.group_id, loaded - window)
+        versions = [version for rollout in members for version in rollout.versions]
         task = self.group.create_task(self.play_group(ref, num_episodes, members))
         self.admission.in_flight[ref.group_id] = InFlight(
-            ref, num_episodes, start_version, time.monotonic(), task
-        )
-
-    def batches_ahead(self) -> int:
-        """Returns how many batches after the newest one may be sampled with the loaded version."""
-        return (
-            min(self.policy.loaded + 1 + self.config.max_lag, self.progress.final)
-            - self.progress.newest
-        )
-
-    def has_room(self) -> bool:
-        """Whether a group may be started."""
-        return bool(
-            self.admission.eligible(
-                self.admission.places(self.builder.pending.groups), self.batches_ahead()
-            )
+            ref, num_episodes, min([loaded, *versions]), time.monotonic(), task
         )
 
     async def play_group(self, ref: TaskRef, num_episodes: int, members: list[Rollout]) -> None:
         """Plays the rest of one group, has its teacher score it, and passes it to `take_in`.
         Members are passed on as they finish."""
-
         sampling, rules = self.samplings[ref.env], self.rules[ref.env]
 
         def group_of(rollouts: list[Rollout], finished: bool) -> Group:
@@ -209,15 +192,18 @@ class Orchestrator:
         self.played.append(group)
         await self.progress.notify()
 
+    def finished_ids(self) -> set[int]:
+        """Returns the groups in flight that are finished, just not durable yet."""
+        return {group.group_id for group in self.played if group.finished}
+
     def cancel_stale(self) -> None:
         """Cancels groups whose oldest token would be too far behind, and requeues their tasks."""
-        for play in self.admission.cancel_stale(
-            self.policy.loaded, [group for group in self.played if group.finished]
-        ):
+        for play in self.admission.cancel_stale(self.policy.loaded, self.finished_ids()):
             self.clock.stale[play.ref.env] += 1
-            behind = self.policy.loaded - play.start_version
             log.warning(
-                "a group of %s ran across %d versions: cancelled as stale", play.ref.env, behind
+                "a group of %s ran across %d versions: cancelled as stale",
+                play.ref.env,
+                self.policy.loaded - play.start_version,
             )
 
     def lose_env(self, env: str, why: str) -> None:
@@ -225,29 +211,20 @@ class Orchestrator:
         if no other is left to train on."""
         if self.source.shares.keys() == {env}:
             raise RunError(f"environment {env} cannot be played: {why}")
-        trained = env in self.source.shares
-        text = (
-            f"environment {env} is lost until the next "
-            f"start{', its share goes to the others' if trained else ''}: {why}"
-        )
+        is_trained = env in self.source.shares
+        share = ", its share goes to the others" if is_trained else ""
+        text = f"environment {env} is lost until the next start{share}: {why}"
         log.error(text)
         self.status.warn(RunWarning("lost", env, text))
-        if not trained:
-            return  # used by evaluations only
-        self.admission.lose_env(env, [group for group in self.played if group.finished])
-        self.env_lost = True
+        if is_trained:
+            self.admission.lose_env(env, self.finished_ids())
+            self.env_lost = True
 
     def tell_of_death(self, env: str, text: str) -> None:
         """Has `rl` report the first death of an environment's workers; the log has every one."""
         log.warning(text)
-        self.status.warn(
-            RunWarning(
-                "died",
-                env,
-                f"{text}; further deaths of workers of {env} are reported only in the "
-                "orchestrator's log",
-            )
-        )
+        text += f"; further deaths of workers of {env} are reported only in the orchestrator's log"
+        self.status.warn(RunWarning("died", env, text))
 
     async def fail_with_pool(self) -> None:
         """Loop. Consumes fatal failures of the pool. Produces the end of the run. Unblocked by
@@ -261,15 +238,16 @@ class Orchestrator:
         batches. Unblocked by `play_group`."""
         while True:
             await self.progress.wait_until(lambda: self.played or self.env_lost)
-            played, env_lost, self.env_lost = list(self.played), self.env_lost, False
-            await self.builder.add(played)
+            played, checks_batches, self.env_lost = list(self.played), self.env_lost, False
+            await self.pipeline.add(played)
             del self.played[: len(played)]
-            groups = [group for group in played if group.finished]
-            for group in groups:
-                self.status.advance(len(group.rollouts))
+            for group in played:
+                if group.finished:
+                    self.status.advance(len(group.rollouts))
+                    checks_batches = True
             # groups that waited for those of a lost environment may form a batch now
-            if groups or env_lost:
-                await self.builder.commit_full_batches()
+            if checks_batches:
+                await self.pipeline.commit_full_batches()
             self.show_progress()
             await self.progress.notify()
 
@@ -309,11 +287,9 @@ class Orchestrator:
         inference loads older ones for it."""
         newest, final = self.policy.loaded, self.progress.final
         self.policy.forget(final)
-        for number in [
-            number
-            for number in self.policy.there()
-            if number < newest and self.evaluator.due(number, final)
-        ]:
+        for number in self.policy.available():
+            if number >= newest or not self.evaluator.due(number, final):
+                continue
             try:
                 await self.load(self.policy.versions[number])
             except RefusedError as error:
@@ -335,26 +311,27 @@ class Orchestrator:
     async def _next_version(self) -> WeightVersion | None:
         """Waits for a version to load. Returns None if there will be none, inference came back
         with another one, or an evaluation is due. Raises RunError."""
-        held = self.policy.loaded
+        held, progress = self.policy.loaded, self.progress
 
-        def is_time_to_evaluate() -> bool:
+        def may_evaluate() -> bool:
             """Whether an evaluation of the loaded version that had to wait for the batch may
             start now."""
-            return (
-                bool(self.evaluator.due(held, self.progress.final)) and not self.batch_goes_first()
-            )
+            return not self.batch_goes_first() and bool(self.evaluator.due(held, progress.final))
 
         def is_over() -> bool:
-            over = (
-                self.policy.loaded != held or held >= self.progress.final or is_time_to_evaluate()
+            return (
+                self.policy.loaded != held
+                or held >= progress.final
+                or may_evaluate()
+                or self.policy.next_version(progress.final) is not None
             )
-            return over or self.policy.next_version(self.progress.final) is not None
 
-        what = f"the trainer's version after {held} or a new batch"
         await self.requests.wait_for_trainer(
-            is_over, what, self.config.orchestrator.trainer_timeout_s
+            is_over,
+            f"the trainer's version after {held} or a new batch",
+            self.config.orchestrator.trainer_timeout_s,
         )
-        return None if is_time_to_evaluate() else self.policy.next_version(self.progress.final)
+        return None if may_evaluate() else self.policy.next_version(progress.final)
 
     def batch_goes_first(self) -> bool:
         """Whether evaluations of the loaded version wait for the batch it samples: on-policy,
@@ -390,23 +367,23 @@ class Orchestrator:
         size, batch = self.config.orchestrator.batch_size, self.progress.newest + 1
         # on-policy, groups are used in starting order
         before = math.inf if self.config.max_lag else self.admission.first()
-        usable = [group for group in self.builder.pending.groups if group.why is None]
-        done = sum(group.num_episodes for group in usable if group.group_id < before)
-        first, detail = self.admission.in_flight.get(int(before)) if before < math.inf else None, ""
-        if first and done < size <= sum(group.num_episodes for group in usable):
+        usable = [group for group in self.pipeline.pending.groups if group.why is None]
+        num_done = sum(group.num_episodes for group in usable if group.group_id < before)
+        first = self.admission.in_flight.get(int(before)) if before < math.inf else None
+        detail = ""
+        if first and num_done < size <= sum(group.num_episodes for group in usable):
             detail = (
                 f"enough later groups have finished; waiting for group {first.ref.group_id} of "
                 f"{first.ref.env} (task {first.ref.task})"
             )
-        phase, step = (
-            (Phase.FILLING_BATCH, batch)
-            if self.batches_ahead() > 0
-            else (Phase.WAITING_FOR_VERSION, self.policy.loaded + 1)
+        is_filling = self.batches_ahead() > 0
+        self.status.enter(
+            Phase.FILLING_BATCH if is_filling else Phase.WAITING_FOR_VERSION,
+            batch if is_filling else self.policy.loaded + 1,
+            detail,
+            batch=batch,
+            batch_done=min(num_done, size),
+            batch_size=size,
+            policy_version=self.policy.loaded,
+            quarantined=sorted(self.pool.lost),
         )
-        counts = {
-            "batch": batch,
-            "batch_done": min(done, size),
-            "batch_size": size,
-            "policy_version": self.policy.loaded,
-        }
-        self.status.enter(phase, step, detail, **counts, quarantined=sorted(self.pool.lost))

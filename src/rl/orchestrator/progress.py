@@ -1,7 +1,11 @@
-"""Progress of the run: the state that the orchestrator's loops share and wait for."""
+"""Progress of the run: the state that the orchestrator's loops share and wait for, and the times
+between two batches."""
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rl.run_dir.status import EndKind
 
@@ -38,3 +42,47 @@ class Progress:
         except TimeoutError:
             return False
         return True
+
+
+class StepClock:
+    """Wall time between batches, and how long inference was idle in it."""
+
+    def start(self) -> None:
+        self._reset(time.monotonic())
+        self.num_busy = 0
+
+    def _reset(self, now: float) -> None:
+        self.since = self.idle_since = now
+        self.idle_s = self.pause_s = 0.0
+        self.stale = Counter[str]()
+        """Number of groups cancelled or dropped as too old, by environment."""
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Marks a block in which inference is busy."""
+        if self.num_busy == 0:
+            self.idle_s += time.monotonic() - self.idle_since
+        self.num_busy += 1
+        try:
+            yield
+        finally:
+            self.num_busy -= 1
+            if self.num_busy == 0:
+                self.idle_since = time.monotonic()
+
+    def lap(self, num_tokens: int) -> dict[str, float]:
+        """Returns metrics of the time since the last lap, in which `num_tokens` tokens were
+        generated, and starts the next lap."""
+        now = time.monotonic()
+        idle_s = self.idle_s + (now - self.idle_since if self.num_busy == 0 else 0.0)
+        elapsed = max(now - self.since, 1e-9)
+        metrics = {
+            "time/batch": elapsed,
+            "time/pause_inference": self.pause_s,
+            "perf/generated_tokens_per_s": num_tokens / elapsed,
+            "perf/inference_idle_fraction": min(1.0, idle_s / elapsed),
+            "rollouts/stale_groups": self.stale.total(),
+            **{f"rollouts/{env}/stale_groups": count for env, count in self.stale.items()},
+        }
+        self._reset(now)
+        return metrics

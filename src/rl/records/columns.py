@@ -133,22 +133,20 @@ def columns_of(lines: Sequence[Line], words: Words, known: Iterable[str] = ()) -
             values = map(words.code, values)
         missing = np.nan if dtype == "f8" else NONE
         columns[name] = np.array([missing if value is None else value for value in values], dtype)
-    names = dict.fromkeys([*DTYPES, *known, *(name for line in lines for name in line.metrics)])
-    for name in [*names][len(DTYPES) :][:MOST_METRICS]:
+    metrics = dict.fromkeys([*known, *(name for line in lines for name in line.metrics)])
+    for name in [name for name in metrics if name not in DTYPES][:MOST_METRICS]:
         columns[name] = np.array([line.metrics.get(name, np.nan) for line in lines])
     return columns
 
 
 def joined(tables: Sequence[Columns]) -> Columns:
     """Columns one below the other. The last of them have all names."""
+
+    def column(columns: Columns, name: str) -> np.ndarray:
+        return columns[name] if name in columns else np.full(len(columns["kind"]), np.nan)
+
     return {
-        name: np.concatenate(
-            [
-                columns[name] if name in columns else np.full(len(columns["kind"]), np.nan)
-                for columns in tables
-            ]
-        )
-        for name in tables[-1]
+        name: np.concatenate([column(columns, name) for columns in tables]) for name in tables[-1]
     }
 
 

@@ -115,18 +115,20 @@ class Rollout:
     @property
     def row(self) -> Row:
         """The whole decoded line of its file. Raises RunError if it is gone or damaged."""
-        what = f"rollout {self.rollout_id} of group {self.group_id}"
-        moved = f"{what} has moved: its file was rewritten; query the rollouts again"
+        moved = RunError(
+            f"rollout {self.rollout_id} of group {self.group_id} has moved: its file was "
+            "rewritten; query the rollouts again"
+        )
         try:
             line, path = line_at(self._index.paths(self.file), self.offset, self.length)
             row = parse_rollout(line, str(path)) if line else {}
         except CorruptFileError:
             if self.kind == "pending":
-                raise RunError(moved) from None
+                raise moved from None
             raise
         names = ("task",) if self.kind == "eval" else ("group_id", "rollout_id")
         if any(row.get(name) != getattr(self, name) for name in names):
-            raise RunError(moved)
+            raise moved
         return row
 
     @property
@@ -144,10 +146,11 @@ class Rollout:
         return rollout_text(self.row)
 
     def __repr__(self) -> str:
-        batch = f"step {self.step}, group {self.group_id}"
-        which = f"version {self.version}" if self.kind == "eval" else batch
+        where = f"version {self.version}"
+        if self.kind != "eval":
+            where = f"step {self.step}, group {self.group_id}"
         what = f"reward {self.reward:.3f}, {self.why or self.outcome}"
-        return f"<Rollout {self.kind} {which}, {self.env} task {self.task}, {what}>"
+        return f"<Rollout {self.kind} {where}, {self.env} task {self.task}, {what}>"
 
 
 class Rollouts(Sequence[Rollout]):
@@ -227,32 +230,35 @@ class Rollouts(Sequence[Rollout]):
         numbers = self.column(name)
         if isinstance(wanted, tuple):
             least, greatest = bounds(name, wanted)
-            known = (numbers != NONE) | (numbers.dtype.kind == "f")
-            return known & (numbers >= least) & (numbers <= greatest)
+            is_known = (numbers != NONE) | (numbers.dtype.kind == "f")
+            return is_known & (numbers >= least) & (numbers <= greatest)
         if isinstance(wanted, range) and wanted.step == 1:
             return (numbers >= wanted.start) & (numbers < wanted.stop)
-        wanted = alternatives(wanted)
-        if wrong := [value for value in wanted if not is_number(value)]:
-            hint = "" if isinstance(wrong[0], str) else f", {OTHER_WAYS}"
-            raise RunError(f"{name} = {wrong[0]!r}: give a number{hint}")
-        return np.isin(numbers, wanted)
+        values = alternatives(wanted)
+        for value in values:
+            if not is_number(value):
+                hint = "" if isinstance(value, str) else f", {OTHER_WAYS}"
+                raise RunError(f"{name} = {value!r}: give a number{hint}")
+        return np.isin(numbers, values)
 
     def _has_word(self, name: str, wanted: Any) -> np.ndarray:
         if isinstance(wanted, tuple):
-            pair = "a pair is the minimum and maximum of a number; give several words as a list"
-            raise RunError(f"{name} = {wanted!r}: {pair}")
+            raise RunError(
+                f"{name} = {wanted!r}: a pair is the minimum and maximum of a number; give several "
+                "words as a list"
+            )
         words, column = alternatives(wanted), self._columns[name]
-        codes = [self._index.words.codes.get(word, NONE) for word in words]
-        unknown = [
-            str(word)
-            for word, code in zip(words, codes, strict=True)
-            if word not in (*ALWAYS.get(name, ()), "") and not (column == code).any()
-        ]
-        if unknown and len(column) and (name == "env" or len(unknown) == len(words)):
+        codes = {word: self._index.words.codes.get(word, NONE) for word in words}
+        present = set(np.unique(column).tolist())
+        allowed = (*ALWAYS.get(name, ()), "")
+        unknown = [word for word in words if word not in allowed and codes[word] not in present]
+        is_all = len(unknown) == len(words)
+        if unknown and len(column) and (name == "env" or is_all):
             what = "has no rollouts" if name == "env" else "no rollout of the run has it"
             known = ", ".join(filter(None, self._plain(name, np.unique(column))))
-            raise RunError(f"{name} = {', '.join(unknown)}: {what}; there are: {known}")
-        matches = np.isin(self._values(name), codes)
+            shown = ", ".join(map(str, unknown))
+            raise RunError(f"{name} = {shown}: {what}; there are: {known}")
+        matches = np.isin(self._values(name), [*codes.values()])
         return matches | self._values("failed") if name == "why" and ERROR in words else matches
 
     def containing(self, text: str) -> Iterator[Rollout]:
@@ -301,13 +307,15 @@ def alternatives(wanted: Any) -> list[Any]:
 
 def bounds(name: str, wanted: tuple[Any, ...]) -> tuple[float, float]:
     """Minimum and maximum of a pair. Raises RunError if it is none."""
-    least, greatest = wanted if len(wanted) == 2 else (math.nan, math.nan)
-    least = -math.inf if least is None else least
-    greatest = math.inf if greatest is None else greatest
-    if not (is_number(least) and is_number(greatest) and least <= greatest):
-        pair = "give the minimum and the maximum, in this order, or None for no bound"
-        raise RunError(f"{name} = {wanted!r}: {pair}; or several values as a list")
-    return least, greatest
+    if len(wanted) == 2:
+        least = -math.inf if wanted[0] is None else wanted[0]
+        greatest = math.inf if wanted[1] is None else wanted[1]
+        if is_number(least) and is_number(greatest) and least <= greatest:
+            return least, greatest
+    raise RunError(
+        f"{name} = {wanted!r}: give the minimum and the maximum, in this order, or None for no "
+        "bound; or several values as a list"
+    )
 
 
 def frame(columns: Mapping[str, np.ndarray], kind: str | None = None) -> Any:

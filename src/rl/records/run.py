@@ -24,8 +24,7 @@ from rl.models.folder import (
     template_text,
     with_template,
 )
-from rl.records.cache import cache_file
-from rl.records.index import RolloutIndex, identity_of
+from rl.records.index import RolloutIndex, cache_file, identity_of
 from rl.records.rollouts import KINDS, Rollouts, frame, is_number
 from rl.records.spans import Recording
 from rl.records.timeline import Timeline, read_timeline
@@ -253,10 +252,12 @@ class Run:
         folder, name = folder_here(self.config.model), self.config.model.name
         if folder and has_tokenizer(folder):
             return folder
-        get = f"`hf download {name} tokenizer.json` gets it"
-        hint = get if name.count("/") == 1 else "copy it there"
-        where = f"neither on this machine nor in {self.run_dir.weights_dir}"
-        raise RunError(f"the tokenizer of {name} is {where}: {hint}")
+        is_on_hub = name.count("/") == 1
+        hint = f"`hf download {name} tokenizer.json` gets it" if is_on_hub else "copy it there"
+        raise RunError(
+            f"the tokenizer of {name} is neither on this machine nor in "
+            f"{self.run_dir.weights_dir}: {hint}"
+        )
 
     # Versions -------------------------------------------------------------------------------------
 
@@ -309,13 +310,13 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         number = self._number(version)
-        folder = self.run_dir.weights(number)
-        is_adapter = number != 0 and (folder / "adapter_config.json").is_file()
-        if number != 0:
+        folder, is_adapter = self.run_dir.weights(number), False
+        if number:
             self._check_weights(folder)
-        if number != 0 and not is_adapter:
-            with readable(folder) as weights:
-                return AutoModelForCausalLM.from_pretrained(weights, **options)
+            is_adapter = (folder / "adapter_config.json").is_file()
+            if not is_adapter:
+                with readable(folder) as weights:
+                    return AutoModelForCausalLM.from_pretrained(weights, **options)
         base = resolve_model(self.config.model, needs_template=False)
         model = AutoModelForCausalLM.from_pretrained(base, **options)
         if not is_adapter:
@@ -328,25 +329,31 @@ class Run:
 
     def _check_weights(self, folder: Path) -> None:
         if not folder.is_dir():
-            versions = ", ".join(map(str, numbers(folder.parent))) or "none"
-            known = f"there are: {versions} (and 0, the base model)"
-            raise RunError(f"version {int(folder.name)} is not in {folder.parent}; {known}")
+            known = ", ".join(map(str, numbers(folder.parent))) or "none"
+            raise RunError(
+                f"version {int(folder.name)} is not in {folder.parent}; there are: {known} (and 0, "
+                "the base model)"
+            )
         if not any(folder.glob("*.safetensors")) and not is_delta(folder):
             service = f" (the service that trains the run has them, see {folder}/{REMOTE})"
-            where = service if is_remote(folder) else ""
-            hint = "copy them there, or give another version"
-            raise RunError(f"{folder} has no weights, *.safetensors{where}: {hint}")
+            raise RunError(
+                f"{folder} has no weights, *.safetensors{service if is_remote(folder) else ''}: "
+                "copy them there, or give another version"
+            )
 
     def _number(self, version: int | str | None) -> int:
         if version is None:
             return max(numbers(self.run_dir.weights_dir), default=0)
         if isinstance(version, int):
             return version
-        name, best = version.removeprefix("best").removeprefix(":"), self._best_versions()
+        best = self._best_versions()
+        name = version.removeprefix("best").removeprefix(":")
         chosen = {best[label] for label in best if name in ("", label)}
         if not version.startswith("best") or len(chosen) != 1:
-            known = f"evaluations and their best versions: {best or 'none'}"
-            raise RunError(f"version {version!r}: give a number, or best:NAME; {known}")
+            raise RunError(
+                f"version {version!r}: give a number, or best:NAME; evaluations and their best "
+                f"versions: {best or 'none'}"
+            )
         return chosen.pop()
 
     # What happened --------------------------------------------------------------------------------
@@ -370,14 +377,16 @@ class Run:
     def timeline(self, begin: float | None = None, end: float | None = None) -> Timeline:
         """What each process did between two times in seconds since the epoch; None: unbounded.
         Raises RunError if they are invalid."""
-        ends = -math.inf if begin is None else begin, math.inf if end is None else end
-        if not all(map(is_number, ends)) or ends[0] > ends[1]:
-            hint = "give two numbers in this order, seconds since the epoch, or None"
-            raise RunError(f"begin = {begin!r}, end = {end!r}: {hint}")
+        first, last = -math.inf if begin is None else begin, math.inf if end is None else end
+        if not (is_number(first) and is_number(last) and first <= last):
+            raise RunError(
+                f"begin = {begin!r}, end = {end!r}: give two numbers in this order, seconds since "
+                "the epoch, or None"
+            )
         # Before the spans: what ends in between is then in both, not in neither.
         statuses = self.status
         with self.reading:
-            return read_timeline(self.recording, self.numbers, self.events, statuses, *ends)
+            return read_timeline(self.recording, self.numbers, self.events, statuses, first, last)
 
     @property
     def status(self) -> dict[str, RoleStatus]:
@@ -409,13 +418,15 @@ class Run:
         RunError if it has no log."""
         if not isinstance(lines, Integral) or lines < 0:
             raise RunError(f"lines = {lines!r}: give a whole number from 0")
-        paths, processes = self.logs.get(process, {}), ", ".join(self.logs) or "nobody"
-        path = paths.get(max(paths, default=0) if attempt is None else attempt)
-        if path:
+        logs = self.logs
+        paths = logs.get(process, {})
+        if path := paths.get(max(paths, default=0) if attempt is None else attempt):
             return last_lines(path, lines) if lines else []
-        others = f"attempt {attempt}; there are {', '.join(map(str, paths))}"
-        what = f"the {process} has no {others if paths else 'log'}"
-        raise RunError(f"{what} in {self.run_dir.logs}, which has those of: {processes}")
+        known = f"attempt {attempt}; there are {', '.join(map(str, paths))}" if paths else "log"
+        raise RunError(
+            f"the {process} has no {known} in {self.run_dir.logs}, which has those of: "
+            f"{', '.join(logs) or 'nobody'}"
+        )
 
     def quick_diagnosis(self) -> Diagnosis:
         """The diagnosis without damaged rollout files (finding them reads all files at first).

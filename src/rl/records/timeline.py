@@ -70,18 +70,24 @@ class Timeline:
             if key not in lanes:
                 lanes[key] = len(lanes) + 1
                 add("M", "thread_name", done.process, lanes[key], args={"name": name})
-            step = {} if done.step is None else {"step": done.step}
-            times = {"ts": done.begin * MICROSECONDS, "dur": (done.end - done.begin) * MICROSECONDS}
-            about = {"cat": done.lane or "span", **times, "args": {**done.about, **step}}
-            add("X", done.name, done.process, lanes[key], **about)
+            add(
+                "X",
+                done.name,
+                done.process,
+                lanes[key],
+                cat=done.lane or "span",
+                ts=done.begin * MICROSECONDS,
+                dur=(done.end - done.begin) * MICROSECONDS,
+                args={**done.about, **({} if done.step is None else {"step": done.step})},
+            )
         for counted in self.gauges:
             for name, value in counted.values.items():
-                time = counted.time * MICROSECONDS
-                add("C", name, counted.process, ts=time, args={name: value})
+                ts = counted.time * MICROSECONDS
+                add("C", name, counted.process, ts=ts, args={name: value})
         for mark in self.marks:
             name = mark.name if mark.step is None else f"{mark.name} {mark.step}"
-            time = mark.time * MICROSECONDS
-            add("i", name, mark.process, s="p", ts=time, args={"text": mark.text})
+            ts = mark.time * MICROSECONDS
+            add("i", name, mark.process, s="p", ts=ts, args={"text": mark.text})
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -151,20 +157,17 @@ def starts(
         if event.event not in ("start", "restart"):
             continue
         of_all = event.process == RL
+        processes = (RL, event.process)
         times = [*recording.first(event.time, None if of_all else event.process)]
-        times += (
-            done.begin
-            for done in under_way
-            if (of_all or done.process == event.process) and done.begin >= event.time
-        )
-        times += (
+        times += [done.begin for done in under_way if of_all or done.process == event.process]
+        times += [
             later.time
             for later in events
-            if later.event in LIFE
-            and later.time > event.time
-            and (of_all or later.process in (RL, event.process))
-        )
-        if (end := min(times, default=newest)) > event.time:
+            if later.event in LIFE and later.time > event.time
+            if of_all or later.process in processes
+        ]
+        end = min((time for time in times if time >= event.time), default=newest)
+        if end > event.time:
             yield Done(event.process, PHASE_LANE, STARTING, event.time, end, None, {})
 
 

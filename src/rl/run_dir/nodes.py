@@ -68,13 +68,10 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The port at which others try whether they reach it, see rl.cluster.reach."""
     cut_off: list[int] = []
     """Machines that this one has reached before and does not reach now."""
-    ended: list[int] = []
-    """Machines of which that is certain: they refuse the connection and their heartbeat stands
-    still, so their `rl node` is gone."""
     leaving: bool = False
     """Whether its engine takes the machine away: it got SIGTERM."""
     fault: str = ""
-    """Why this machine cannot take part, or cannot lead the run although another one may."""
+    """Why this machine cannot take part."""
     start: str = ""
     """See RunOver."""
 

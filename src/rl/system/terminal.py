@@ -100,6 +100,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"there are {', '.join(known[:MOST_LISTED]) or 'none'}{rest}"
 
 
+def with_error(value: float | None, error: float | None) -> str:
+    """Formats a mean with its standard error: `0.512 ± 0.021`."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Returns lines with aligned columns: the first `left` and those without a heading to the
+    left, the others to the right."""
+    columns = zip(heads, *rows, strict=True)
+    aligned = []
+    for i, cells in enumerate(columns):
+        width = max(map(len, cells))
+        align = str.ljust if i < left or not cells[0] else str.rjust
+        aligned.append([align(cell, width) for cell in cells])
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned, strict=True)]
+
+
 def sparkline(values: Sequence[float | None], low: float, high: float) -> str:
     """Returns one bar per value, scaled from `low` to `high`; a blank for None."""
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0

@@ -101,6 +101,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     status = Status(run_dir.status(name), name)
     status.enter(Phase.LOADING_MODEL)
     base = resolve_model(config.model, needs_template=config.plays)
+    from torch.distributed import destroy_process_group
     from transformers.utils.logging import disable_progress_bar
 
     from rl.trainer.data.fake import summary
@@ -132,7 +133,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
             stack.enter_context(merging(run_dir.metrics, fence))
         stack.enter_context(naming_lost_ranks(run_dir, rank, world.size))
         has_left = train(start(config, world, base, status, departure))
-    world.close()
+    destroy_process_group()
     status.close()
     if lease:
         lease.close()

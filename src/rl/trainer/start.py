@@ -27,6 +27,7 @@ from rl.trainer.departure import Departure
 from rl.trainer.loss.losses import custom_function
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import work_of
+from rl.trainer.measure.tokens import TokenFiles
 from rl.trainer.model.dither import dither
 from rl.trainer.model.head import mode_of
 from rl.trainer.model.policy import DTYPES, load_policy
@@ -39,7 +40,6 @@ from rl.trainer.sft.tokens import prepare_data
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
-from rl.trainer.store.token_files import TokenFiles
 from rl.trainer.trainer import SAMPLED, WRITING, TrainContext, Trainer, kind_of
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.transport import OrchestratorClient, Wait
@@ -88,7 +88,7 @@ def start(
             strict = False
         limit = RUN_LIMITS[config.model.dtype]
         context.parity = ParityWatch(limit, strict, client, bool(settings.lora))
-        source = FromOrchestrator(client, fetching, world, settings.rank_timeout_s)
+        source = FromOrchestrator(client, fetching, world, patience_s)
         if settings.token_log.max_gib:
             context.token_files = TokenFiles(run_dir, settings.token_log, status.enter)
     elif settings.data.fake:

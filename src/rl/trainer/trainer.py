@@ -21,6 +21,7 @@ from rl.trainer.departure import Departure
 from rl.trainer.measure.memory import try_largest
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer, Work, performance
+from rl.trainer.measure.tokens import TokenFiles
 from rl.trainer.model.head import mode_of
 from rl.trainer.model.policy import DTYPES
 from rl.trainer.parallel.world import World
@@ -28,7 +29,6 @@ from rl.trainer.sft.source import validate
 from rl.trainer.store import versions
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
-from rl.trainer.store.token_files import TokenFiles
 
 Kind = Literal["rl", "recorded", "sft", "fake", "replay"]
 SAMPLED = ("rl", "recorded")

@@ -2,6 +2,7 @@
 as the size allows, or its timeline."""
 
 import base64
+import contextlib
 import html
 import json
 import time
@@ -21,7 +22,7 @@ from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
 from rl.view.bundle import document
 from rl.view.library import Library
 from rl.view.redaction import Redaction
-from rl.view.responses import Health
+from rl.view.responses import RolloutDetail, Tokens
 from rl.view.server import PAGE
 
 AXES: tuple[curves.Axis, ...] = ("step", "rollouts", "tokens", "time")
@@ -38,13 +39,13 @@ def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
     key = next(iter(library.keys()))
     run = library.run(key)
     content, left_out = recorded(key, run, max_bytes)
-    places, icon = Redaction(run), content.pop("icon")
-    shown = places.hide(msgspec.to_builtins(content)) | {"icon": icon}
-    shown["logs"] = {places.text(process): lines for process, lines in shown["logs"].items()}
-    data = redact_json(msgspec.json.encode(shown)).decode()
-    text = document(PAGE, data, html.escape(f"{run.root.name} · rl view"))
-    write_file(path.absolute(), text.encode())
-    return [f"{path}: {size(len(text.encode()))}, opens in any browser without a server", *left_out]
+    redaction, icon = Redaction(run), content.pop("icon")
+    hidden = redaction.hide(msgspec.to_builtins(content)) | {"icon": icon}
+    hidden["logs"] = {redaction.text(name): lines for name, lines in hidden["logs"].items()}
+    data = redact_json(msgspec.json.encode(hidden)).decode()
+    text = document(PAGE, data, html.escape(f"{run.root.name} · rl view")).encode()
+    write_file(path.absolute(), text)
+    return [f"{path}: {size(len(text))}, opens in any browser without a server", *left_out]
 
 
 def write_trace(library: Library, path: Path) -> list[str]:
@@ -64,31 +65,31 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[s
     out."""
     metrics = curves.metrics([run])
     names = [metric.name for metric in metrics.metrics]
-    row = runs.RunList(library=Library([run.root]))
+    rows = runs.RunList(library=Library([run.root])).all()
+    icon = base64.b64encode((PAGE / "icon.svg").read_bytes()).decode()
+    diagnosis = health.health(run)
     content: dict[str, Any] = {
-        "icon": "data:image/svg+xml;base64,"
-        + base64.b64encode((PAGE / "icon.svg").read_bytes()).decode(),
+        "icon": f"data:image/svg+xml;base64,{icon}",
         "runs": {
-            "runs": [msgspec.structs.replace(one, key=key) for one in row.all()],
+            "runs": [msgspec.structs.replace(row, key=key) for row in rows],
             "place": "this file",
         },
         "made": time.time(),
         "metrics": metrics,
         "curves": {axis: curves.curves([key], [run], names, axis, None, None) for axis in AXES},
-        "tasks": {},
-        "task": {},
         "timeline": timeline.timeline(run, 0.0, None),
-        "health": with_newest_logs(health.health(run)),
-        "logs": dict(logs(run)),
-        "rollouts": {},
+        "health": msgspec.structs.replace(
+            diagnosis,
+            processes=[  # the file has the newest log of each process alone
+                msgspec.structs.replace(process, attempts=process.attempts[-1:])
+                for process in diagnosis.processes
+            ],
+        ),
+        "logs": {name: health.log(run, name, None, LOG_LINES) for name in run.logs},
         "sorts": {"rollouts": rollouts.sorts_of(run.rollouts("train")), "tasks": tasks.SORTS},
-        "tokens": {},
     }
-    left = (
-        max_bytes
-        - len(msgspec.json.encode(content))
-        - sum(path.stat().st_size for path in PAGE.rglob("*.*js"))
-    )
+    scripts = sum(path.stat().st_size for path in PAGE.rglob("*.*js"))
+    left = max_bytes - bytes_of(content) - scripts
     if left <= 0:
         raise RunError(f"--max-mib: curves and logs alone take {size(max_bytes - left)}; give more")
     used, content["tasks_left_out"] = add_tasks(content, run, int(left * TASKS_SHARE))
@@ -96,74 +97,69 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[s
     return content, [text for text in (content["tasks_left_out"], content["left_out"]) if text]
 
 
-def with_newest_logs(found: Health) -> Health:
-    """Lists only the newest log of each process, as the file has no others."""
-    processes = [
-        msgspec.structs.replace(one, attempts=one.attempts[-1:]) for one in found.processes
-    ]
-    return msgspec.structs.replace(found, processes=processes)
+def bytes_of(answer: Any) -> int:
+    return len(msgspec.json.encode(answer))
+
+
+def left_out(kept: int, total: int, what: str, which: str) -> str:
+    """A sentence about what is left out; empty if nothing."""
+    text = f"{kept:,} of {total:,} {what} are in this file, {which}; raise --max-mib for more"
+    return text if kept < total else ""
 
 
 def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
     """Adds the tasks that changed most, with all their versions, within `room` bytes, half of
     them for held-out tasks. Returns the bytes used, and a sentence about what is left out."""
     kept, total, left = 0, 0, room
+    content["tasks"], content["task"] = {}, {}
     for kind, reserved in (("train", room // 2), ("eval", 0)):
         rows, every = tasks.ordered(run, kind), tasks.without_rollouts(run, kind)
-        listed, own = content["tasks"].setdefault(kind, []), content["task"].setdefault(kind, {})
+        chosen, total = dict[str, tasks.TaskRow](), total + len(rows)
         for row in rows:
-            one = every[row.env, row.task]
-            bytes_ = len(msgspec.json.encode([row, one])) + len(row.env)
-            if bytes_ > left - reserved:
+            used = bytes_of([row, every[row.env, row.task]]) + len(row.env)
+            if used > left - reserved:
                 break
-            left -= bytes_
-            listed += tasks.with_prompts(run.rollouts(kind), [row])
-            own[f"{row.env}/{row.task}"] = one
-        kept, total = kept + len(listed), total + len(rows)
-    left_out = (
-        f"{kept:,} of {total:,} tasks are in this file, those that changed most; raise "
-        "--max-mib for more"
-        if kept < total
-        else ""
-    )
-    return room - left, left_out
+            left -= used
+            chosen[f"{row.env}/{row.task}"] = row
+        content["tasks"][kind] = tasks.with_prompts(run.rollouts(kind), [*chosen.values()])
+        content["task"][kind] = {name: every[row.env, row.task] for name, row in chosen.items()}
+        kept += len(chosen)
+    return room - left, left_out(kept, total, "tasks", "those that changed most")
 
 
-def logs(run: Run) -> Iterator[tuple[str, Any]]:
-    """Yields the end of each process's newest log."""
-    for process in run.logs:
-        yield process, health.log(run, process, None, LOG_LINES)
-
-
-def add_rollouts(content: dict[str, Any], run: Run, left: int) -> str:
-    """Adds rollouts, and the tokens of trained ones, up to `left` bytes. Returns a sentence
+def add_rollouts(content: dict[str, Any], run: Run, room: int) -> str:
+    """Adds rollouts, and the tokens of trained ones, up to `room` bytes. Returns a sentence
     about what is left out."""
-    for_tokens, total, kept = int(left * TOKEN_SHARE), 0, 0
-    left -= for_tokens
-    for some in ordered(run):
-        total += len(some)
-        for i in range(len(some) if left > 0 else 0):
+    for_tokens, total = int(room * TOKEN_SHARE), 0
+    left = room - for_tokens
+    kept, with_tokens = dict[str, RolloutDetail](), dict[str, Tokens]()
+    for chosen in ordered(run):
+        total += len(chosen)
+        for rollout in chosen if left > 0 else ():
+            row = rollouts.row_of(rollout)
             try:
-                name, detail = with_group(run, some, i)
+                detail = rollouts.in_full(run, rollout, rollouts.group_of(run, row))
             except RunError:
                 continue
-            left -= len(msgspec.json.encode(detail)) + len(name)
+            name = f"{row.group}/{row.rollout}"
+            if row.kind == "eval":
+                name = f"{row.version}/{row.env}/{row.task}/{row.rollout}/{row.agent}"
+            left -= bytes_of(detail) + len(name)
             if left <= 0:
                 break
-            content["rollouts"][name] = detail
-            kept += 1
+            kept[name] = detail
             if detail.has_tokens and for_tokens > 0:
-                for_tokens -= add_tokens(content, run, detail.row, for_tokens)
+                with contextlib.suppress(RunError):
+                    found = tokens.tokens(run, row.step or 0, row.group or 0, row.rollout or 0)
+                    for_tokens -= bytes_of(found)
+                    if for_tokens >= 0:
+                        with_tokens[name] = found
+    content["tokens"] = with_tokens
     content["rollouts"] = {
-        name: msgspec.structs.replace(detail, has_tokens=name in content["tokens"])
-        for name, detail in content["rollouts"].items()
+        name: msgspec.structs.replace(detail, has_tokens=name in with_tokens)
+        for name, detail in kept.items()
     }
-    return (
-        f"{kept:,} of {total:,} rollouts are in this file, the newest steps first; raise "
-        "--max-mib for more"
-        if kept < total
-        else ""
-    )
+    return left_out(len(kept), total, "rollouts", "the newest steps first")
 
 
 def ordered(run: Run) -> Iterator[Rollouts]:
@@ -176,33 +172,3 @@ def ordered(run: Run) -> Iterator[Rollouts]:
     yield from (train[step] for step in steps[1:])
     yield from (evals[version] for version in versions[1:-1])
     yield run.rollouts("pending")
-
-
-def with_group(run: Run, some: Rollouts, i: int) -> tuple[str, Any]:
-    """Returns a rollout's name in the page and the rollout in full. Raises RunError if its text
-    is gone."""
-    row = rollouts.row_of(some[i])
-    names = {
-        name: getattr(row, name) for name in ("kind", "group", "version", "env", "task", "agent")
-    }
-    found = rollouts.find(run, rollouts.Which(run="", rollout=row.rollout or 0, **names))
-    name = (
-        f"{row.version}/{row.env}/{row.task}/{row.rollout}/{row.agent}"
-        if row.kind == "eval"
-        else f"{row.group}/{row.rollout}"
-    )
-    return name, rollouts.in_full(run, *found)
-
-
-def add_tokens(content: dict[str, Any], run: Run, row: Any, room: int) -> int:
-    """Adds a rollout's tokens if they fit into `room` bytes. Returns the bytes used (all of
-    `room` if they do not fit)."""
-    try:
-        found = tokens.tokens(run, row.step, row.group, row.rollout)
-    except RunError:
-        return 0
-    used = len(msgspec.json.encode(found))
-    if used > room:
-        return room
-    content["tokens"][f"{row.group}/{row.rollout}"] = found
-    return used

@@ -1,8 +1,10 @@
 """Rollouts of the page: filters, searches, sorts and pages them, and shows one in full."""
 
+import contextlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -82,35 +84,28 @@ class Which(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
 def page(run: Run, wanted: Wanted) -> Page:
     """One page of the selected rollouts. Raises RunError for an unknown kind or sort."""
-    everything = run.rollouts(wanted.kind)
-    filters = filters_of(wanted)
-    chosen = everything.where(**filters)
-    facets = {
-        name: facet(everything.where(**without(filters, name)) if name in filters else chosen, name)
-        for name in FACETS
-    }
-    histogram = histogram_of(
-        everything.where(**without(filters, "reward")) if "reward" in filters else chosen
-    )
+    everything, filters = run.rollouts(wanted.kind), filters_of(wanted)
     sorts = sorts_of(everything)
     if wanted.sort and wanted.sort not in sorts:
         raise RunError(f"sort = {wanted.sort}: give one of {', '.join(sorts)}")
-    chosen = chosen.sorted("version" if wanted.kind == "eval" else "step", descending=True)
+
+    def without(name: str) -> Rollouts:
+        return everything.where(**{key: filters[key] for key in filters if key != name})
+
+    place = "version" if wanted.kind == "eval" else "step"
+    chosen = everything.where(**filters).sorted(place, descending=True)
     if wanted.sort:
         chosen = chosen.sorted(wanted.sort, descending=wanted.descending)
-    searched, complete, total = None, True, len(chosen)
-    rows: list[Rollout] = []
+    rows: Sequence[Rollout] = chosen
+    searched, complete = None, True
     if wanted.q or wanted.tool_errors:
-        found, searched, complete = search(chosen, wanted)
-        rows, total = found[wanted.offset : wanted.offset + wanted.limit], len(found)
-    else:
-        rows = list(chosen[wanted.offset : wanted.offset + wanted.limit])
+        rows, searched, complete = search(chosen, wanted)
     return Page(
-        total=total,
+        total=len(rows),
         offset=wanted.offset,
-        rows=[row_of(rollout) for rollout in rows],
-        facets=facets,
-        histogram=histogram,
+        rows=[row_of(rollout) for rollout in rows[wanted.offset : wanted.offset + wanted.limit]],
+        facets={name: facet(without(name), name) for name in FACETS},
+        histogram=histogram_of(without("reward")),
         sorts=sorts,
         searched=searched,
         complete=complete,
@@ -134,71 +129,59 @@ def facet(rollouts: Rollouts, name: str) -> dict[str, int]:
 
 def filters_of(wanted: Wanted) -> dict[str, Any]:
     """The filters as arguments of `Rollouts.where`, without empty ones."""
-    place = "version" if wanted.kind == "eval" else "step"
-    ranges = {
-        place: (wanted.begin, wanted.end),
+    bounds = {
+        "version" if wanted.kind == "eval" else "step": (wanted.begin, wanted.end),
         "reward": (wanted.lowest, wanted.highest),
         "num_tokens": (wanted.shortest, wanted.longest),
     }
-    exact = {
-        "env": wanted.env or None,
-        "outcome": wanted.outcome or None,
-        "why": wanted.why or None,
+    values = {"task": wanted.task, "group_id": wanted.group}
+    words = {"env": wanted.env, "outcome": wanted.outcome, "why": wanted.why}
+    return {
+        **{name: word for name, word in words.items() if word},
+        **{name: value for name, value in values.items() if value is not None},
+        **{name: pair for name, pair in bounds.items() if pair != (None, None)},
     }
-    exact |= {"task": wanted.task, "group_id": wanted.group}
-    return {name: value for name, value in exact.items() if value is not None} | {
-        name: bounds for name, bounds in ranges.items() if bounds != (None, None)
-    }
-
-
-def without(filters: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in filters.items() if key != name}
 
 
 def histogram_of(rollouts: Rollouts) -> Histogram | None:
     """A histogram of the rewards in BINS equal bins; None if there are no rewards, or all are
     equal."""
-    values = rollouts.column("reward")
+    values = np.sort(rollouts.column("reward"))
     values = values[np.isfinite(values)]
-    if not len(values) or values.min() == values.max():
+    if not len(values) or values[0] == values[-1]:
         return None
-    values = np.sort(values)
     counts, edges = np.histogram(values, bins=BINS)
-    ends = np.cumsum(counts)
-    ranges = [
-        [float(values[end - n]), float(values[end - 1])] if n else []
-        for n, end in zip(counts, ends, strict=True)
-    ]
+    bins = np.split(values, np.cumsum(counts)[:-1])
+    ranges = [[float(values[0]), float(values[-1])] if len(values) else [] for values in bins]
     return Histogram(edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
 
 
 def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:
     """Returns the rollouts found, the number searched, and whether that were all. Stops after
     SEARCH_S, or at MOST_FOUND."""
-    deadline, found, looked = time.monotonic() + SEARCH_S, list[Rollout](), 0
-    text = wanted.q.casefold()
+    deadline, text = time.monotonic() + SEARCH_S, wanted.q.casefold()
+    hits, num_searched = list[Rollout](), 0
     for rollout in rollouts:
-        if time.monotonic() > deadline or len(found) >= MOST_FOUND:
-            return found, looked, False
-        looked += 1
-        try:
+        if time.monotonic() > deadline or len(hits) >= MOST_FOUND:
+            return hits, num_searched, False
+        num_searched += 1
+        # a file that is gone; one that is damaged is reported elsewhere
+        with contextlib.suppress(RunError):
             row = rollout.row
-        except RunError:  # its file is gone, or damaged, which the page reports elsewhere
-            continue
-        if (not text or contains(row, text)) and (not wanted.tool_errors or has_tool_error(row)):
-            found.append(rollout)
-    return found, looked, True
+            is_hit = not text or contains(row, text)
+            if is_hit and (not wanted.tool_errors or has_tool_error(row)):
+                hits.append(rollout)
+    return hits, num_searched, True
 
 
 def has_tool_error(row: Row) -> bool:
     """Whether a tool result mentions an error at its beginning. It is free text, so there is no
     better sign."""
-    results = (
-        "\n".join(content_texts(message.get("content")))
+    return any(
+        "error" in "\n".join(content_texts(message.get("content")))[:200].casefold()
         for message in row["messages"]
         if message.get("role") == "tool"
     )
-    return any("error" in result[:200].casefold() for result in results)
 
 
 def row_of(rollout: Rollout) -> RolloutRow:
@@ -227,26 +210,28 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def find(run: Run, which: Which) -> tuple[Rollout, Rollouts]:
-    """Finds a rollout and its group (in an evaluation, the samples of its task). Raises RunError
-    if it does not exist."""
+def group_of(run: Run, which: "Which | RolloutRow") -> Rollouts:
+    """The group of a rollout; in an evaluation, the samples of its task. Raises RunError if none
+    is given."""
     if which.kind == "eval":
-        group, name = (
-            run.rollouts("eval", version=which.version, env=which.env, task=which.task),
-            "episode",
-        )
-    elif which.group is None:
+        samples = run.rollouts("eval", version=which.version, env=which.env, task=which.task)
+        return samples.sorted("episode")
+    if which.group is None:
         raise RunError(f"rollout {which.rollout}: give its group, too")
-    else:
-        group, name = run.rollouts(which.kind, group_id=which.group), "rollout_id"
-        if which.kind == "train" and not len(group):
-            group = run.rollouts("pending", group_id=which.group)
-    group = group.sorted(name)
-    meant = group.where(**{name: which.rollout}, agent=which.agent or None)
-    if not len(meant):
-        of = f"task {which.task}" if which.kind == "eval" else f"group {which.group}"
-        raise RunError(f"rollout {which.rollout} of {of} does not exist (any more)")
-    return meant[0], group
+    group = run.rollouts(which.kind, group_id=which.group)
+    if which.kind == "train" and not len(group):
+        group = run.rollouts("pending", group_id=which.group)
+    return group.sorted("rollout_id")
+
+
+def find(run: Run, which: Which) -> tuple[Rollout, Rollouts]:
+    """Finds a rollout and its group. Raises RunError if it does not exist."""
+    group = group_of(run, which)
+    number = {"episode" if which.kind == "eval" else "rollout_id": which.rollout}
+    if meant := group.where(**number, agent=which.agent or None):
+        return meant[0], group
+    of = f"task {which.task}" if which.kind == "eval" else f"group {which.group}"
+    raise RunError(f"rollout {which.rollout} of {of} does not exist (any more)")
 
 
 def in_full(run: Run, rollout: Rollout, beside: Rollouts) -> RolloutDetail:

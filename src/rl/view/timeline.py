@@ -1,9 +1,10 @@
 """What each process did when: lanes of spans, and events."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from rl.records.run import Run
@@ -37,9 +38,6 @@ IDLE = ("serving",)
 """Phases of a server that do not show whether it has requests."""
 ORDER = ("rl", "trainer", "inference", "orchestrator")
 GAUGES, LEVELS = {"requests": "in flight", "playing": "at play"}, 5
-JOIN_S = 0.5
-"""A phase that begins within so many seconds after another belongs to the same life: two clocks
-differ by less."""
 GAUGE_S = 4.0
 """Seconds that a gauge, which is written every two seconds, holds without a newer one."""
 NO_SPANS = "no spans of this time are here: of each process spans/ has the newest 4 to 8 MiB"
@@ -58,42 +56,38 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     first, last = min(first or written[0], written[0]), max(last, written[1])
     if begin is not None and end is not None and begin > end:
         raise RunError(f"begin = {begin:.15g} is after end = {end:.15g}")
-    given = f"begin = {begin}, end = {end}"
-    end = last if end is None else min(end, last)
-    begin = max(first, end - WINDOW_S) if begin is None else max(begin, first)
-    if not begin <= end:
-        raise RunError(f"{given}: nothing lies in between; the run lasted from {first} to {last}")
-    found = run.timeline(begin, end)
-    lanes, hidden = recorded_lanes(found.spans)
-    lanes = sorted(
-        [*lanes, *gauge_lanes(found, end)], key=lambda lane: (rank(lane.process), lane.process)
-    )
-    shown, *notes = longest(lanes)
-    moments = [
-        Moment(
-            kind=mark.name,
-            time=mark.time,
-            process=mark.process,
-            text=mark_text(mark),
-            step=mark.step,
+    until = last if end is None else min(end, last)
+    since = max(first, until - WINDOW_S if begin is None else begin)
+    if not since <= until:
+        raise RunError(
+            f"begin = {begin}, end = {end}: nothing lies in between; the run lasted from {first} "
+            f"to {last}"
         )
-        for mark in found.marks
-    ]
-    note = "; ".join(
-        text for text in (*notes, hidden, "" if lanes or begin == end else NO_SPANS) if text
-    )
-    quiet = quiet_times(
-        found, begin, min(end, known_until(found.spans, run.recording.counted, run.status))
-    )
+    recorded = run.timeline(since, until)
+    lanes, hidden = recorded_lanes(recorded.spans)
+    lanes += gauge_lanes(recorded, until)
+    lanes.sort(key=lambda lane: (rank(lane.process), lane.process))
+    shown, note = longest(lanes)
+    missing = "" if lanes or since == until else NO_SPANS
+    known = known_until(recorded.spans, run.recording.counted, run.status)
     return Timeline(
-        begin=begin,
-        end=end,
+        begin=since,
+        end=until,
         first=first,
         last=last,
         lanes=shown,
-        moments=moments,
-        quiet=quiet,
-        note=note,
+        moments=[
+            Moment(
+                kind=mark.name,
+                time=mark.time,
+                process=mark.process,
+                text=mark_text(mark),
+                step=mark.step,
+            )
+            for mark in recorded.marks
+        ],
+        quiet=quiet_times(recorded, since, min(until, known)),
+        note="; ".join(filter(None, (note, hidden, missing))),
     )
 
 
@@ -120,44 +114,37 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
     Empty if the run has no spans of inference."""
     if not any(done.process.startswith("inference") for done in recorded.spans):
         return []
-    least, at, found = max(QUIET_S, QUIET_SHARE * (end - begin)), begin, []
     working = [
         (done.begin, done.end)
         for done in recorded.spans
         if WAITS.get(done.name) in WORKED_FOR and done.name not in IDLE
     ]
-    for process in {counted.process for counted in recorded.gauges}:
-        for name in GAUGES:
-            working += [
-                (first, last) for first, last, value in held(recorded, process, name, end) if value
-            ]
+    for values in levels(recorded, end).values():
+        working += [(first, last) for first, last, value in values if value]
+    least, at, quiet = max(QUIET_S, QUIET_SHARE * (end - begin)), begin, []
     for first, last in [*sorted(working), (end, end)]:
-        if min(first, end) - at >= least:
-            found.append(
-                Span(name="quiet", begin=at, end=min(first, end), text="no process worked")
-            )
+        if (until := min(first, end)) - at >= least:
+            quiet.append(Span(name="quiet", begin=at, end=until, text="no process worked"))
         at = max(at, last)
-    return found
+    return quiet
 
 
 def extent(run: Run) -> tuple[float, float]:
     """The begin of the run and its last sign of life, without looking at spans."""
-    times = [float(some.min()) for _, some in line_times(run).values() if len(some)]
-    times += (
-        time for time in (run.numbers.newest(), run.end and run.end.time) if time and is_time(time)
-    )
+    times = [float(lines.min()) for _, lines in line_times(run).values() if len(lines)]
     times += [event.time for event in run.events]
     times += [status.heartbeat for status in run.status.values() if status.heartbeat]
+    newest = (run.numbers.newest(), run.end and run.end.time)
+    times += [time for time in newest if time and is_time(time)]
     return (min(times), max(times)) if times else (0.0, 0.0)
 
 
 def recorded_lanes(spans: Sequence[Done]) -> tuple[list[Lane], str]:
     """The lanes of the recorded spans, at most LANES of one kind per process, and a sentence
     about what is left out."""
-    found: dict[tuple[str, str], list[Span]] = {}
+    by_lane = defaultdict[tuple[str, str], list[Span]](list)
     for done, lane in spread(spans):
-        own = found.setdefault((done.process, lane), [])
-        own.append(
+        by_lane[done.process, lane].append(
             Span(
                 name=done.name,
                 begin=done.begin,
@@ -166,81 +153,55 @@ def recorded_lanes(spans: Sequence[Done]) -> tuple[list[Lane], str]:
                 waits_for=WAITS.get(done.name) or "",
             )
         )
-    kinds = Counter[tuple[str, str]]()
-    lanes = []
-    for process, lane in sorted(found, key=lambda key: (rank(key[0]), key[0], natural(key[1]))):
-        kind = (process, lane.rstrip("0123456789 "))
+    kinds, lanes = Counter[tuple[str, str]](), []
+    for process, lane in sorted(by_lane, key=lambda key: (rank(key[0]), key[0], natural(key[1]))):
+        kind = process, lane.rstrip("0123456789 ")
         kinds[kind] += 1
         if kinds[kind] <= LANES:
-            lanes.append(Lane(process=process, name=lane, spans=found[process, lane]))
-    more = [
+            lanes.append(Lane(process=process, name=lane, spans=by_lane[process, lane]))
+    hidden = ", ".join(
         f"{LANES} of {count} lanes `{lane}` of {process}"
         for (process, lane), count in kinds.items()
         if count > LANES
-    ]
-    return lanes, f"showing {', '.join(more)}" if more else ""
+    )
+    return lanes, hidden and f"showing {hidden}"
 
 
-def held(
-    recorded: Recorded, process: str, name: str, end: float
-) -> list[tuple[float, float, float]]:
-    """(begin, end, value) of a process's gauge. A value holds until the next one, but at most
-    GAUGE_S if none comes in time, and not beyond the process's death or the last sign of life in
-    its phases (in anyone's phases if it has none)."""
-    values = [
-        (one.time, one.values[name])
-        for one in recorded.gauges
-        if one.process == process and name in one.values
-    ]
-    deaths = [
-        mark.time
-        for mark in recorded.marks
-        if mark.name in ("death", "stop") and mark.process in (process, "rl")
-    ]
-    phases = [
-        done
-        for done in recorded.spans
-        if done.lane == PHASE_LANE and done.name != Phase.STARTING.value
-    ]
-    signs = [done for done in phases if done.process == process] or phases
-    nexts = [*(time for time, _ in values[1:]), math.inf]
-    return [
-        (at, min([following, end, *(death for death in deaths if death >= at)]), value)
-        for (at, value), time in zip(values, nexts, strict=False)
-        for following in [time if time <= at + GAUGE_S else last_sign(signs, at)]
-    ]
-
-
-def last_sign(signs: list[Done], at: float) -> float:
-    """The time up to which a process that was alive at `at` is known to have lived, at most
-    GAUGE_S later. signs: phases sorted by begin; in one life they follow each other without a
-    gap."""
-    until = at
-    for done in signs:
-        if done.begin <= until + JOIN_S and done.end > until:
-            until = done.end
-    return min(until, at + GAUGE_S)
+def levels(
+    recorded: Recorded, end: float
+) -> dict[tuple[str, str], list[tuple[float, float, float]]]:
+    """(begin, end, value) of each gauge in GAUGES, by process and name. A value holds until the
+    next one, but at most GAUGE_S."""
+    by_gauge = defaultdict[tuple[str, str], list[tuple[float, float, float]]](list)
+    for counted in reversed(recorded.gauges):
+        for name in GAUGES.keys() & counted.values:
+            values = by_gauge[counted.process, name]
+            following = values[-1][0] if values else end
+            until = min(following, counted.time + GAUGE_S, end)
+            values.append((counted.time, until, counted.values[name]))
+    return {key: values[::-1] for key, values in reversed(by_gauge.items())}
 
 
 def gauge_lanes(recorded: Recorded, end: float) -> list[Lane]:
     """The number of requests or rollouts under way, as spans named by its level: its share of
     the maximum in LEVELS steps."""
-    lanes = []
-    for process in dict.fromkeys(one.process for one in recorded.gauges):
-        for name in GAUGES:
-            values = held(recorded, process, name, end)
-            if most := max((value for _, _, value in values), default=0):
-                spans = [
-                    Span(
-                        name=f"level {round(value / most * LEVELS)}",
-                        begin=at,
-                        end=until,
-                        text=f"{value:g} {GAUGES[name]}",
-                    )
-                    for at, until, value in values
-                ]
-                lanes.append(Lane(process=process, name=GAUGES[name], spans=spans))
-    return lanes
+    return [
+        Lane(
+            process=process,
+            name=GAUGES[name],
+            spans=[
+                Span(
+                    name=f"level {round(value / most * LEVELS)}",
+                    begin=at,
+                    end=until,
+                    text=f"{value:g} {GAUGES[name]}",
+                )
+                for at, until, value in values
+            ],
+        )
+        for (process, name), values in levels(recorded, end).items()
+        if (most := max(value for _, _, value in values))
+    ]
 
 
 def span_text(done: Done) -> str:
@@ -268,23 +229,17 @@ def longest(lanes: list[Lane]) -> tuple[list[Lane], str]:
     lengths = np.array([span.end - span.begin for lane in lanes for span in lane.spans])
     if len(lengths) <= MOST_SPANS:
         return lanes, ""
-    longest_first = np.argsort(-lengths, kind="stable")
-    least, chosen = (
-        float(lengths[longest_first[MOST_SPANS]]),
-        iter(np.isin(np.arange(len(lengths)), longest_first[:MOST_SPANS]).tolist()),
-    )
+    order = np.argsort(-lengths, kind="stable")
+    is_chosen = np.zeros(len(lengths), bool)
+    is_chosen[order[:MOST_SPANS]] = True
+    chosen, least = iter(is_chosen.tolist()), float(lengths[order[MOST_SPANS]])
     kept = [
-        Lane(
-            process=lane.process,
-            name=lane.name,
-            spans=[span for span in lane.spans if next(chosen)],
-        )
+        msgspec.structs.replace(lane, spans=[span for span in lane.spans if next(chosen)])
         for lane in lanes
     ]
     return kept, (
-        f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: some of {digits(least)} s or "
-        "less are missing here and in the shares; "
-        "choose a shorter time"
+        f"the {MOST_SPANS:,} longest of {len(lengths):,} spans: some of {digits(least)} s or less "
+        "are missing here and in the shares; choose a shorter time"
     )
 
 

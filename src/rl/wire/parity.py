@@ -57,7 +57,7 @@ class Scored:
 class Parity:
     """How far apart trainer and inference are on some tokens."""
 
-    tokens: int
+    tokens: float
     mean: float
     """Mean of |d|, nats."""
     largest: float
@@ -78,7 +78,7 @@ class Parity:
     def complaint(self, limit: Limit) -> str:
         """Returns the message for a disagreement, with the remedy."""
         return (
-            f"trainer and inference disagree on {self.tokens} tokens of the same policy "
+            f"trainer and inference disagree on {self.tokens:.0f} tokens of the same policy "
             f"version: kl {self.kl:.2g}, largest difference "
             f"{self.largest:.2g} nats (limits: {limit}); `rl doctor --parity MODEL` looks "
             "for the cause"
@@ -94,13 +94,8 @@ def parity_warning(line: Mapping[str, float], limit: Limit) -> str:
     """Returns the warning for a step's metrics, or "". A comparison that is missing again and
     again is reported after 1, 2, 4, ... checkpoints."""
     if line.get("parity/agrees") == 0.0:
-        return Parity(
-            int(line["parity/tokens"]),
-            line["parity/mean"],
-            line["parity/max"],
-            line["parity/kl"],
-            0.0,
-        ).complaint(limit)
+        names = ("tokens", "mean", "max", "kl")
+        return Parity(*(line[f"parity/{name}"] for name in names), kl_error=0.0).complaint(limit)
     count = int(line.get("parity/unjudged", 0))
     return unjudged(count) if count.bit_count() == 1 else ""
 
@@ -119,12 +114,23 @@ def unjudged(count: int) -> str:
 
 
 def parity_of(differences: Sequence[float]) -> Parity:
-    """Returns the agreement on one or more tokens from their differences d, nats. For the KL, d
-    is clamped to +-10."""
-    kls = [math.exp(d) - 1.0 - d for d in (max(-10.0, min(10.0, d)) for d in differences)]
-    error = statistics.stdev(kls) / math.sqrt(len(kls)) if len(kls) > 1 else 0.0
-    magnitudes = [abs(d) for d in differences]
-    return Parity(len(kls), sum(magnitudes) / len(kls), max(magnitudes), sum(kls) / len(kls), error)
+    """Returns the agreement on one or more tokens from their differences d, nats, clamped to
+    +-10."""
+    clamped = [max(-10.0, min(10.0, d)) for d in differences]
+    kls = [math.exp(d) - 1.0 - d for d in clamped]
+    sums = (len(kls), sum(map(abs, clamped)), sum(kls), sum(kl * kl for kl in kls))
+    return parity_from(*sums, max(map(abs, clamped)))
+
+
+def parity_from(
+    tokens: float, distance: float, kl: float, squared_kl: float, largest: float
+) -> Parity:
+    """Returns the agreement from sums over one or more tokens: of |d|, of the KL, and of its
+    square."""
+    variance = max(0.0, squared_kl - kl**2 / tokens) / max(1.0, tokens - 1)
+    return Parity(
+        int(tokens), distance / tokens, largest, kl / tokens, math.sqrt(variance / tokens)
+    )
 
 
 def likely_cause(scored: Sequence[Scored], limit: Limit, sliding_window: int | None) -> str:

@@ -1,30 +1,33 @@
 import json
 import math
-from collections import Counter
 
 import msgspec
 import pytest
 
-from rl.config.orchestrator import MaxRlConfig, NoCreditConfig, ReinforcePlusPlusConfig, RlooConfig
-from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_builder import GroupWarnings
-from rl.orchestrator.batches.batch_metrics import batch_metrics
-from rl.orchestrator.batches.batch_selection import (
-    OrchestratorState,
-    choose,
-    commit,
-    decode_state,
-    encoded_samples,
+from rl.config.orchestrator import (
+    MaxRlConfig,
+    NoCreditConfig,
+    OrchestratorConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
 )
+from rl.config.run import RLConfig
+from rl.orchestrator.batches.batch_files import (
+    BatchFiles,
+    OrchestratorState,
+    decode_state,
+)
+from rl.orchestrator.batches.batch_metrics import batch_metrics
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.samples import group_samples
-from rl.orchestrator.groups.group_credit import Rules, credit_group, normalise
+from rl.orchestrator.groups.group_credit import Rules, credit_group
+from rl.orchestrator.pipeline import GroupWarnings, choose
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
-from rl.wire.batch_file import EncodedBatch, decode_batch
+from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
-from rl.wire.rollouts import Group, Rollout, rollout_line, rollout_lines
+from rl.wire.rollouts import Group, Rollout, rollout_line
 from rl.wire.turns import pack_ids, pack_logprobs
 from tests.orchestrator.made import turn
 
@@ -273,26 +276,6 @@ def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
     assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
 
 
-def test_an_environment_that_is_too_slow_for_its_batches_is_named_once_a_minute(caplog):
-    warnings = GroupWarnings([].append)
-    for _ in range(2):
-        warnings.stale(Counter(e=2, f=1), Counter(e=2, f=2), 4)
-    (said,) = caplog.messages
-    assert said.startswith(
-        "environment e: 2 of its groups were stale for this batch, 2 were used. Its rollouts "
-        "take longer than orch"
-    )
-
-
-def test_on_policy_the_warning_does_not_blame_a_setting_that_is_not_used(caplog):
-    GroupWarnings([].append).stale(Counter(e=2), Counter(e=1), 0)
-    (said,) = caplog.messages
-    assert (
-        "With max_lag = 0 a batch has tokens of the newest version only" in said
-        and "max_off_policy_steps" not in said
-    )
-
-
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():
     rules = Rules(RlooConfig(length_penalty=0.5))
     rollouts = [rollout(1.0, tokens=tokens, episode=i) for i, tokens in enumerate((4, 2, 0))]
@@ -337,9 +320,8 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
         settled=[0],
         pending=[TaskRef(7, "e", 1)],
     )
-    normalise(used, rules)
-    batch = EncodedBatch(step=1, samples=encoded_samples(used, False))
-    commit(run_dir, batch, rollout_lines([*used, *dropped], 1, False), state)
+    files = BatchFiles(run_dir, OrchestratorConfig(), rules)
+    files.commit(1, [*used, *dropped], state, {})
     content = decode_batch(run_dir.batch(1).read_bytes(), "x")
     batch = content.batch
     a, b = 0.5 / (1 / 3) ** 0.5, 5 / 50**0.5

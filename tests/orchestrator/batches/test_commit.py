@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.batches import batch_selection as batches
-from rl.orchestrator.batches.batch_builder import MAX_FAILED, MAX_WITHOUT_SIGNAL
+from rl.orchestrator.batches import batch_files as batches
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.orchestrator import Orchestrator
+from rl.orchestrator.pipeline import MAX_FAILED, MAX_WITHOUT_SIGNAL
 from rl.orchestrator.policy.served_policy import ServedPolicy
-from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.progress import StepClock
 from rl.orchestrator.tasks.admission import InFlight
 from rl.orchestrator.tasks.task_source import MEMORY, UNPLAYED, EnvTasks, TaskRef, TaskSource
 from rl.run_dir.files import clean_leftovers
@@ -57,7 +57,7 @@ def no_threads(monkeypatch):
         return function(*args)
 
     monkeypatch.setattr("asyncio.to_thread", at_once)
-    monkeypatch.setattr("rl.orchestrator.batches.batch_builder.in_thread", at_once)
+    monkeypatch.setattr("rl.orchestrator.pipeline.in_thread", at_once)
 
 
 def now(work):
@@ -157,17 +157,17 @@ class World:
         faults.plan = Dying(points) if points else None
         try:
             one = self.orchestrator()
-            now(one.builder.restore())
+            now(one.pipeline.restore())
             assert set(numbered(self.run_dir.rollouts(0).parent, ".jsonl")) <= set(
                 numbered(self.run_dir.batches, ".batch")
             )
-            now(one.builder.commit_full_batches())
+            now(one.pipeline.commit_full_batches())
             for _ in range(200):
                 if one.progress.newest == STEPS:
                     return
                 self.play(one)
                 assert waiting_ids(self.run_dir) == [
-                    group.group_id for group in one.builder.pending.groups
+                    group.group_id for group in one.pipeline.pending.groups
                 ]
             raise AssertionError("the run does not get on")
         except KilledError:
@@ -178,7 +178,7 @@ class World:
     def play(self, one: Orchestrator) -> None:
         """Groups start as admission lets them, some finish, and the trainer publishes."""
         while envs := one.admission.eligible(
-            one.admission.places(one.builder.pending.groups), one.batches_ahead()
+            one.admission.places(one.pipeline.pending.groups), one.batches_ahead()
         ):
             ref = one.source.next(envs)
             one.admission.in_flight[ref.group_id] = InFlight(
@@ -196,8 +196,8 @@ class World:
         for group in done:
             self.asked[nonce(group)] = group
         if done:
-            now(one.builder.add(done))
-            now(one.builder.commit_full_batches())
+            now(one.pipeline.add(done))
+            now(one.pipeline.commit_full_batches())
             given_back = (
                 {*refs}
                 - {*(play.ref for play in one.admission.in_flight.values())}
@@ -209,7 +209,7 @@ class World:
                 if ref in given_back and self.dice.random() < 0.2
             ]
             self.asked |= {nonce(group): group for group in late}
-            now(one.builder.add(late))
+            now(one.pipeline.add(late))
             self.durable |= {nonce(group): group for group in [*done, *late]}
             self.late |= {group.group_id for group in late}
         if self.published < one.progress.newest and self.dice.random() < 0.5:
@@ -237,14 +237,14 @@ class NoTask:
 
 def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_path):
     one = World(tmp_path, random.Random(0)).orchestrator()
-    now(one.builder.restore())
+    now(one.pipeline.restore())
     bad = Group(
         group_id=0,
         env="a",
         task=0,
         rollouts=[Rollout(episode=i, error=f"no {i}\nmore", cause="reward") for i in range(2)],
     )
-    now(one.builder.add([bad, msgspec.structs.replace(bad, group_id=1)]))
+    now(one.pipeline.add([bad, msgspec.structs.replace(bad, group_id=1)]))
     one.lose_env("only evaluated", "it died")
     one.lose_env("b", "its workers died")
     assert one.status.warned == {
@@ -268,7 +268,7 @@ def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path)
     trainer, which waited for the batch."""
     world = World(tmp_path, random.Random(0), max_lag=0)
     one = world.orchestrator()
-    now(one.builder.restore())
+    now(one.pipeline.restore())
     refs = [one.source.next([env]) for env in "baa"]
     one.admission.in_flight |= {
         ref.group_id: InFlight(ref, 2, 0, time.monotonic(), NoTask()) for ref in refs
@@ -306,20 +306,20 @@ def test_failures_of_an_earlier_process_do_not_end_the_next_one(tmp_path):
     world = World(tmp_path, random.Random(0))
     for life in range(2):
         one = world.orchestrator()
-        now(one.builder.restore())
-        now(one.builder.commit_full_batches())
-        assert len(one.builder.pending.groups) == 2 * MAX_FAILED * life
+        now(one.pipeline.restore())
+        now(one.pipeline.commit_full_batches())
+        assert len(one.pipeline.pending.groups) == 2 * MAX_FAILED * life
         # a batch is two groups
         failed = [world.group(one.source.next(["a"]), 0) for _ in range(2 * MAX_FAILED)]
         for group in failed:
             group.rollouts[0].error, group.rollouts[0].cause = "the judge is down", "reward"
-        now(one.builder.add(failed))
+        now(one.pipeline.add(failed))
         with pytest.raises(
             RunError,
             match=f"the last {2 * MAX_FAILED} groups all failed; the newest error:\nthe judge is "
             "down",
         ):
-            now(one.builder.commit_full_batches())
+            now(one.pipeline.commit_full_batches())
 
 
 def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fixed(tmp_path):
@@ -331,13 +331,13 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
         group = world.group(one.source.next(["a"]), 0)
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             rollout.reward, rollout.error, rollout.cause = reward, None, None
-        now(one.builder.add([group]))
-        now(one.builder.commit_full_batches())
+        now(one.pipeline.add([group]))
+        now(one.pipeline.commit_full_batches())
 
     for num_groups in (2 * MAX_WITHOUT_SIGNAL, 2):  # a batch is two groups
         one = world.orchestrator()
-        now(one.builder.restore())
-        now(one.builder.commit_full_batches())
+        now(one.pipeline.restore())
+        now(one.pipeline.commit_full_batches())
         for _ in range(num_groups - 1):
             play(one, 0.0, 0.0)
         with pytest.raises(
@@ -347,7 +347,7 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
         ):
             play(one, 0.0, 0.0)
     one = world.orchestrator()
-    now(one.builder.restore())
+    now(one.pipeline.restore())
     for _ in range(4):
         play(one, 0.0, 1.0)
     assert one.progress.newest == 2
@@ -359,14 +359,14 @@ def test_the_batch_that_a_branch_begins_with_is_none_of_its_own_numbers(tmp_path
     world = World(tmp_path, random.Random(0))
     for life, step in enumerate((1, 0, 0)):
         one = world.orchestrator()
-        files = one.builder.run_dir
-        now(one.builder.restore())
+        files = one.pipeline.run_dir
+        now(one.pipeline.restore())
         for rewards in ((0.0, 1.0), (0.0, 1.0)) if not life else ():
             group = world.group(one.source.next(["a"]), 0)
             for rollout, reward in zip(group.rollouts, rewards, strict=True):
                 rollout.reward, rollout.error, rollout.cause = reward, None, None
-            now(one.builder.add([group]))
-        now(one.builder.commit_full_batches())
+            now(one.pipeline.add([group]))
+        now(one.pipeline.commit_full_batches())
         lines = read_metrics(files.metrics)
         assert [*lines] == ([] if life == 1 else [(1, "orchestrator")])
         files.origin.write_bytes(msgspec.json.encode(Origin("x", step, 0.0, [])))
@@ -468,9 +468,9 @@ def check(world: World) -> None:
             reward = sum(group.rewards) / len(group.rewards)
             rates[group.task] = MEMORY * rates.get(group.task, reward) + (1 - MEMORY) * reward
     last = world.orchestrator()
-    now(last.builder.restore())
+    now(last.pipeline.restore())
     last.source.update_solve_rates()
-    history = last.builder.history
+    history = last.pipeline.history
     assert (
         sorted(history.without_signal) == sorted(once.without_signal)
         and history.ranges == once.ranges
@@ -516,7 +516,7 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
             break
     world.run_dir.pending.unlink()
     one = world.orchestrator()
-    now(one.builder.restore())
+    now(one.pipeline.restore())
     assert waiting and set(waiting) <= set(one.source.retry)
     world.live(0)
     lines = [
@@ -558,10 +558,10 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
         lambda key, name: UserFunction(key, name, "group, config"),
     )  # no cache
     one = world.orchestrator()
-    now(one.builder.restore())
+    now(one.pipeline.restore())
     groups = [world.group(one.source.next(["a"]), 0) for _ in range(3)]
     with pytest.raises(RunError, match=r"mine\.py:2"):
-        now(one.builder.add(groups))
+        now(one.pipeline.add(groups))
     assert waiting_ids(world.run_dir) == [0, 1, 2]  # which shows what it failed with
     mine.write_text(
         "def credit(group, config):\n    return [group.group_id] * len(group.rollouts)\n"
@@ -569,8 +569,8 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("functions_of_mine_")]:
         monkeypatch.delitem(sys.modules, name)
     again = world.orchestrator()
-    now(again.builder.restore())
-    assert [group.advantages for group in again.builder.pending.groups] == [
+    now(again.pipeline.restore())
+    assert [group.advantages for group in again.pipeline.pending.groups] == [
         [0.0, 0.0],
         [1.0, 1.0],
         [2.0, 2.0],

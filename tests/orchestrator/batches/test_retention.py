@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rl.config.orchestrator import OrchestratorConfig, RetentionConfig
 from rl.diagnosis.rollouts import read_all, rollout_files
 from rl.launch.repair import repair
-from rl.orchestrator.batches.old_files import OldFiles
+from rl.orchestrator.batches.batch_files import BatchFiles
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbers
 from rl.trainer.sft.rows import Source, files_of, json_rows
@@ -35,7 +35,7 @@ def made(root: Path, checkpoints=(), steps=12) -> RunDir:
 
 def kept(tmp_path, checkpoints=(), **settings):
     run_dir = made(tmp_path, checkpoints)
-    OldFiles(run_dir, OrchestratorConfig(**settings)).put_away(12)
+    BatchFiles(run_dir, OrchestratorConfig(**settings), {}).put_away(12)
     assert numbers(run_dir.rollouts_dir, ".sha256") == numbers(run_dir.rollouts_dir, ".jsonl")
     return numbers(run_dir.batches, ".batch"), numbers(run_dir.rollouts_dir, ".jsonl")
 
@@ -76,7 +76,7 @@ def test_nothing_that_a_resume_needs_is_deleted(checkpoints, keep_last, keep_eve
         config = OrchestratorConfig(
             batches=RetentionConfig(keep_last=keep_last, keep_every=keep_every)
         )
-        old = OldFiles(run_dir, config)
+        old = BatchFiles(run_dir, config, {})
         for step in range(1, 21):
             run_dir.batch(step).touch()
             if step - interval in checkpoints:  # written while training goes on
@@ -87,16 +87,17 @@ def test_nothing_that_a_resume_needs_is_deleted(checkpoints, keep_last, keep_eve
             oldest = min(numbers(run_dir.checkpoints), default=0)
             assert set(range(max(1, oldest), step + 1)) <= set(numbers(run_dir.batches, ".batch"))
             if step % 7 == 0:
-                old = OldFiles(run_dir, config)  # a restart
+                old = BatchFiles(run_dir, config, {})  # a restart
 
 
 def test_a_commit_lists_nothing_that_grows(tmp_path, monkeypatch):
     run_dir = made(tmp_path, checkpoints=[8])
-    old = OldFiles(
+    old = BatchFiles(
         run_dir,
         OrchestratorConfig(
             batches=RetentionConfig(keep_last=2), rollouts=RetentionConfig(keep_last=2)
         ),
+        {},
     )
     old.put_away(12)
     listed, list_directory = [], os.scandir
@@ -121,12 +122,12 @@ LINE = (
 def compressed(tmp_path, monkeypatch) -> RunDir:
     """Five steps, of which the oldest three are compressed, although the process died after the
     commit of step 4."""
-    monkeypatch.setattr("rl.orchestrator.batches.old_files.PLAIN_STEPS", 2)
+    monkeypatch.setattr("rl.orchestrator.batches.batch_files.PLAIN_STEPS", 2)
     run_dir = RunDir(tmp_path / "r", tmp_path / "r" / "weights")
     for step in range(1, 6):
         write_rollouts(run_dir.rollouts(step), LINE % step * 20)
         if step != 4:
-            OldFiles(run_dir, OrchestratorConfig()).put_away(step)
+            BatchFiles(run_dir, OrchestratorConfig(), {}).put_away(step)
     return run_dir
 
 
@@ -186,11 +187,11 @@ def test_compressed_rollouts_go_with_their_steps(compressed):
 
 
 def test_a_file_that_is_not_what_was_written_is_not_compressed(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("rl.orchestrator.batches.old_files.PLAIN_STEPS", 0)
+    monkeypatch.setattr("rl.orchestrator.batches.batch_files.PLAIN_STEPS", 0)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     write_rollouts(run_dir.rollouts(1), LINE % 1)
     run_dir.rollouts(1).write_bytes(LINE % 2)
-    OldFiles(run_dir, OrchestratorConfig()).put_away(1)
+    BatchFiles(run_dir, OrchestratorConfig(), {}).put_away(1)
     assert (
         "the rollouts of step 1 are not compressed: " in caplog.text
         and run_dir.rollouts(1).exists()

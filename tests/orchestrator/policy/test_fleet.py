@@ -14,7 +14,7 @@ from rl.config.command_line import build, parse_args
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.policy import served_policy
 from rl.orchestrator.policy.served_policy import ServedPolicy
-from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.progress import StepClock
 from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.wire import inference_client
 from rl.wire.http import RefusedError

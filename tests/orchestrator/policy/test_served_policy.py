@@ -13,7 +13,7 @@ import pytest
 from rl.config.command_line import build, parse_args
 from rl.orchestrator.evals.evaluator import EvalEnv, Evaluator
 from rl.orchestrator.policy.served_policy import ServedPolicy
-from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.progress import StepClock
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.origin import Origin
@@ -358,5 +358,5 @@ def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
     policy = ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())
     asyncio.run(policy.start())
     policy.forget(80)
-    assert policy.there() == [0, 37] and policy.needed(80)[0] == 37
+    assert policy.available() == [0, 37] and policy.needed(80)[0] == 37
     assert [number for number in range(81) if evaluator.due(number, 80)] == [37, 40, 60, 80]

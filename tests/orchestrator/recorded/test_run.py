@@ -8,19 +8,20 @@ import math
 
 import pytest
 
-from rl.orchestrator.batches.batch_selection import decode_state
+from rl.orchestrator.batches.batch_files import OrchestratorState, decode_state
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.recorded.recording import read
 from rl.orchestrator.recorded.run import RecordedRun, check_same, run_recorded
+from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import Merger, read_metrics
 from rl.run_dir.origin import Origin
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
-from rl.wire.batch_file import decode_batch
-from rl.wire.messages import RunEnded
+from rl.wire.batch_file import decode_batch, write_batch
+from rl.wire.messages import RunEnded, TrainBatch
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.recorded.lines import config, line, turn, write
 
@@ -220,7 +221,10 @@ def test_rollouts_of_a_later_version_belong_to_a_branch(tmp_path, model):
     )
     assert Origin  # the file's form
     settings.run_dir.batches.mkdir()
-    settings.run_dir.batch(3).write_bytes(b"of the parent")
+    tasks = TaskState(next_group=0, issued={}, in_flight=[])
+    write_batch(
+        settings.run_dir.batch(3), TrainBatch(step=3, samples=[]), OrchestratorState(tasks=tasks)
+    )
     with running(settings, model) as run:
         assert (run.first, run.progress.newest, run.progress.final) == (3, 3, 5)
         run.commit(4)

@@ -140,5 +140,5 @@ def test_a_lost_environment_leaves_the_groups_that_are_played_to_their_batch():
     admission.source = SimpleNamespace(lose_env=lambda env, refs: parked.extend(refs))
     refs = [TaskRef(group_id, env, 3) for group_id, env in enumerate("aab")]
     admission.in_flight = {ref.group_id: InFlight(ref, 4, 0, 0.0, None) for ref in refs}
-    admission.lose_env("a", [SimpleNamespace(group_id=0)])
+    admission.lose_env("a", {0})
     assert parked == [refs[1]] and list(admission.in_flight) == [0, 2]

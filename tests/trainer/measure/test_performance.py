@@ -8,18 +8,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
-    Gemma3TextConfig,
     GPT2Config,
-    Lfm2Config,
     LlamaConfig,
-    MistralConfig,
     Qwen3MoeConfig,
 )
 
 from rl.config.loss import PolicyGradientConfig
-from rl.config.trainer import LoraConfig
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
-from rl.trainer.model.lora import add_adapters
 from tests.trainer.samples import make_sample, pack_alone, sample_weights
 
 LLAMA = {
@@ -37,10 +32,6 @@ MOE = LLAMA | {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
-}
-GEMMA = LLAMA | {
-    "sliding_window": 4,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
 TOKENS = 24
 
@@ -66,19 +57,11 @@ def test_llama_by_hand():
     matrices = 64 * 128 + 2 * 64 * 64 + 128 * 64 + 3 * 64 * 96  # q, k and v, o; gate, up and down
     assert work.per_token == 6 * 3 * matrices == 774_144
     assert work.per_predictor == 6 * 64 * 100  # tied, and counted as the head alone
-    assert work.per_key == 12 * 4 * 32 and work.windows == {None: 3}
+    assert work.per_key == 12 * 3 * 4 * 32
     _, batch = chain(TOKENS)
     assert work.of(batch) == 24 * 774_144 + 24 * 38_400 + 3 * 1_536 * (24 * 25 // 2)
     batch.queries, batch.predictors = torch.tensor([3, 23]), torch.tensor([1])
     assert work.of(batch) == 2 * 774_144 + 38_400 + 3 * 1_536 * (4 + 24)
-
-
-def test_windows_bound_what_a_token_sees():
-    work = work_of(model_of(Gemma3TextConfig(**GEMMA)))
-    assert work.windows == {4: 2, None: 1}
-    _, batch = chain(TOKENS)
-    keys = 2 * (1 + 2 + 3 + 21 * 4) + 24 * 25 // 2
-    assert work.of(batch) == 24 * work.per_token + 24 * work.per_predictor + 1_536 * keys
 
 
 @pytest.mark.parametrize(
@@ -97,36 +80,8 @@ def test_the_counter_of_torch_agrees(config):
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, logits_to_keep=predictors, use_cache=False).logits.sum().backward()
     work = work_of(model)
-    layers = sum(work.windows.values())
-    ours = (
-        TOKENS * work.per_token
-        + len(predictors) * work.per_predictor
-        + layers * work.per_key * TOKENS**2
-    )
+    ours = TOKENS * work.per_token + len(predictors) * work.per_predictor + work.per_key * TOKENS**2
     assert counter.get_total_flops() == pytest.approx(ours, rel=1e-3)
-
-
-def test_a_window_without_a_list_of_layer_types_is_that_of_every_layer():
-    """As Mistral's config has it."""
-    assert work_of(model_of(MistralConfig(**LLAMA, sliding_window=4))).windows == {
-        4: LLAMA["num_hidden_layers"]
-    }
-
-
-def test_a_convolution_sees_no_keys():
-    """LFM2 has them between its layers with attention; they were counted as attention."""
-    model = model_of(
-        Lfm2Config(
-            **LLAMA, layer_types=["conv", "full_attention", "conv"], block_auto_adjust_ff_dim=False
-        )
-    )
-    work, ids = work_of(model), torch.arange(TOKENS)[None]
-    assert work.windows == {None: 1}
-    with FlopCounterMode(display=False) as counter:
-        # it counts the backward pass of a convolution by channel as one of all channels
-        model(input_ids=ids, use_cache=False)
-    ours = TOKENS * (work.per_token + work.per_predictor) + work.per_key * TOKENS**2
-    assert 3 * counter.get_total_flops() == pytest.approx(ours, rel=0.005)
 
 
 def test_frozen_weights_have_no_gradient_of_their_own():
@@ -136,18 +91,6 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     assert (
         work_of(model).per_token == whole.per_token * 4 // 6
         and work_of(model).per_key == whole.per_key
-    )
-
-
-def test_adapters_of_experts_count_for_the_experts_of_a_token():
-    """peft has the factors of all experts of a layer in one matrix: all would be counted."""
-    model = model_of(Qwen3MoeConfig(**MOE))
-    add_adapters(model, LoraConfig(rank=4, targets=["experts"]))
-    experts = 3 * 64 * 48  # the weights of one: gate, up and down
-    factors = 4 * (64 + 2 * 48 + 48 + 64)
-    attention, router = 64 * 32 * (4 + 2 + 2 + 4), 64 * 8
-    assert work_of(model).per_token == 3 * (
-        4 * (attention + router + 2 * experts) + 6 * 2 * factors
     )
 
 

@@ -12,8 +12,8 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import hold_role
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.token_log import CLIPPED, LATER, MASKED, read_token_log, write_token_log
-from rl.trainer.store import token_files
-from rl.trainer.store.token_files import TokenFiles
+from rl.trainer.measure import tokens
+from rl.trainer.measure.tokens import TokenFiles
 from tests.bounds import OPERATIONS, rounding
 from tests.trainer.data.test_minibatches import learner_of, the_batch, train
 from tests.trainer.layouts import Kept
@@ -69,8 +69,8 @@ def test_later_epochs_add_only_that_a_token_was_stopped(tied_folder, world):
     assert (first.columns["flags"] & LATER == 0).all()
 
 
-def columns(tokens: int) -> dict[str, np.ndarray]:
-    return {"trainer_logprobs": np.zeros(tokens, np.float32), "flags": np.zeros(tokens, np.uint8)}
+def columns(length: int) -> dict[str, np.ndarray]:
+    return {"trainer_logprobs": np.zeros(length, np.float32), "flags": np.zeros(length, np.uint8)}
 
 
 def test_the_oldest_files_go_first_and_a_step_that_is_trained_again_counts_once(tmp_path):
@@ -105,7 +105,7 @@ def test_a_full_disk_is_raised_in_the_training(tmp_path, monkeypatch):
     def full(path, *_args):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(token_files, "write_token_log", full)
+    monkeypatch.setattr(tokens, "write_token_log", full)
     files = TokenFiles(run_dir, TokenLogConfig())
     files.start(1, columns(1))
     with pytest.raises(OSError, match="No space left"):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rl.system.errors import RunError
 from rl.system.linux import address_towards
 from rl.trainer.parallel import rendezvous
-from rl.trainer.parallel.rendezvous import check_neighbour, exchange, join_store, network
+from rl.trainer.parallel.rendezvous import Rendezvous, join_store, network
 from rl.trainer.parallel.world import check_division, start_world
 from tests.ports import free_ports
 
@@ -89,8 +89,9 @@ def test_a_closed_network_is_said_within_seconds(monkeypatch):
 
     def neighbour() -> None:
         (port,) = free_ports(1)
-        exchange(store, "port", 1, 2, f'["127.0.0.1", {port}]', deadline)
-        exchange(store, "error", 1, 2, "", deadline)
+        other = Rendezvous(store, 1, 2, deadline)
+        other.exchange("port", f'["127.0.0.1", {port}]')
+        other.exchange("error", "")
 
     thread = threading.Thread(target=neighbour)
     thread.start()
@@ -99,7 +100,7 @@ def test_a_closed_network_is_said_within_seconds(monkeypatch):
         match=r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open all ports "
         r"between them",
     ):
-        check_neighbour(store, 0, 2, "127.0.0.1", deadline)
+        Rendezvous(store, 0, 2, deadline).check_neighbour("127.0.0.1")
     thread.join()
 
 

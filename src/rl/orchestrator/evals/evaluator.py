@@ -12,7 +12,7 @@ from functools import partial
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.eval_metrics import Results, eval_metrics, write_eval
-from rl.orchestrator.step_clock import StepClock
+from rl.orchestrator.progress import StepClock
 from rl.orchestrator.workers.pool import EnvLostError, PlayJob, WorkerPool, play_all
 from rl.orchestrator.workers.setups import EvalEnv
 from rl.run_dir.files import write_file

@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from rl.config.base import FunctionConfig
-from rl.config.orchestrator import CustomCreditConfig, OrchestratorConfig
+from rl.config.orchestrator import OrchestratorConfig
 from rl.config.outside import own_functions
 from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_metrics import TAKEN
-from rl.system.functions import UserFunction, as_bools, as_number, as_numbers, returned
+from rl.system.functions import UserFunction, as_number, returned
 from rl.wire.rollouts import Group, Rollout
 
 T = TypeVar("T")
+Read = Callable[[Any, int], T | None]
 CALL_S = 60.0
 """Time limit of one call of a user function."""
 THREAD = ThreadPoolExecutor(1, "functions")
@@ -49,48 +50,26 @@ def load_functions(config: RLConfig) -> None:
 def part_of(group: Group, indices: list[int], rewards: list[float]) -> Group:
     """Copies some rollouts of a group, with `rewards` as theirs, for a user function, which may
     modify its argument."""
-    rollouts = [
-        msgspec.structs.replace(group.rollouts[i], reward=reward)
-        for i, reward in zip(indices, rewards, strict=True)
-    ]
-    for rollout in rollouts:
-        rollout.metrics = dict(rollout.metrics)
+    rollouts = [group.rollouts[i] for i in indices]
     return msgspec.structs.replace(
         group,
-        rollouts=rollouts,
+        rollouts=[
+            msgspec.structs.replace(rollout, reward=reward, metrics=dict(rollout.metrics))
+            for rollout, reward in zip(rollouts, rewards, strict=True)
+        ],
         advantages=[group.advantages[i] for i in indices],
         penalties=[group.penalties[i] for i in indices],
     )
 
 
-def custom_advantages(
-    part: Group, function: UserFunction, config: CustomCreditConfig
-) -> list[float]:
-    """Returns the advantages computed by the user's credit function. Raises RunError for an
-    invalid result."""
+def call_for(part: Group, function: UserFunction, config: Any, read: Read[T], wanted: str) -> T:
+    """Returns what a user function returns for a part of a group, as `read` reads it. Raises
+    RunError for a result that is not `wanted`."""
     count = len(part.rollouts)
     result = function.within(CALL_S, part, config)
-    advantages = as_numbers(result, count)
-    if advantages is None:
-        raise function.wrong(
-            returned(result),
-            f"return a list of {count} finite numbers, one for each of group.rollouts",
-        )
-    return advantages
-
-
-def may_be_trained(part: Group, function: UserFunction, config: FunctionConfig) -> list[bool]:
-    """Returns for each rollout whether it passes the user's filter. Raises RunError for an
-    invalid result."""
-    count = len(part.rollouts)
-    result = function.within(CALL_S, part, config)
-    passed = as_bools(result, count)
-    if passed is None:
-        raise function.wrong(
-            returned(result),
-            f"return a bool for all of group.rollouts, or a list of {count}, one for each",
-        )
-    return passed
+    if (values := read(result, count)) is None:
+        raise function.wrong(returned(result), f"return {wanted.format(count=count)}")
+    return values
 
 
 def metrics_function(settings: OrchestratorConfig) -> Callable[[list[Rollout]], None] | None:

@@ -16,14 +16,9 @@ from rl.config.orchestrator import (
 )
 from rl.orchestrator.batches.samples import is_trained
 from rl.orchestrator.groups.credit import group_advantages, length_penalties, reinforce_pp
-from rl.orchestrator.groups.functions import (
-    custom_advantages,
-    may_be_trained,
-    part_of,
-    user_function,
-)
+from rl.orchestrator.groups.functions import call_for, part_of, user_function
 from rl.system.errors import RunError
-from rl.system.functions import UserFunction
+from rl.system.functions import UserFunction, as_bools, as_numbers
 from rl.wire.rollouts import Group
 
 
@@ -47,18 +42,18 @@ class Rules:
 def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) -> Rules:
     """Returns the rules configured for an environment. Raises RunError for functions that cannot
     be loaded."""
-    credit, custom = env.credit or settings.credit, None
+    credit, custom, filtering = env.credit or settings.credit, None, settings.filter
     if isinstance(credit, CustomCreditConfig):
-        place = settings.environment.index(env) if env.credit else None
-        key = "orchestrator.credit" if place is None else f"orchestrator.environment.{place}.credit"
-        custom = user_function(f"{key}.function", credit.function)
+        key = "orchestrator.credit.function"
+        if env.credit:
+            key = f"orchestrator.environment.{settings.environment.index(env)}.credit.function"
+        custom = user_function(key, credit.function)
+    key = "orchestrator.filter.function"
     return Rules(
         credit=credit,
         credit_function=custom,
-        filter=settings.filter,
-        filter_function=user_function("orchestrator.filter.function", settings.filter.function)
-        if settings.filter
-        else None,
+        filter=filtering,
+        filter_function=user_function(key, filtering.function) if filtering else None,
         has_teacher=has_teacher,
         replace_no_signal=settings.replace_no_signal,
         mask_truncated=settings.mask_truncated,
@@ -79,36 +74,52 @@ def credit_group(group: Group, rules: Rules) -> Group:
     if any(rollout.error for rollout in rollouts):
         group.why = "error"
         return group
-    for own in compared(group).values():
-        rewards, lengths = [rollouts[i].reward for i in own], [rollouts[i].num_tokens for i in own]
-        if isinstance(rules.credit, MaxRlConfig) and min(rewards, default=0.0) < 0:
-            raise RunError(
-                f"environment {group.env}: a reward of {min(rewards):g}, but "
-                "orchestrator.credit.type = max_rl divides by their mean, and needs rewards that "
-                "are never negative; shift them, or choose dr_grpo or grpo"
-            )
-        penalties = length_penalties(rewards, lengths, rules.credit.length_penalty)
-        left = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
-        for i, penalty in zip(own, penalties, strict=True):
-            group.penalties[i] = penalty
-        for i, advantage in zip(own, advantages_of(group, own, left, rules), strict=True):
-            group.advantages[i] = advantage
+    by_agent = compared(group)
+    for indices in by_agent.values():
+        credit_compared(group, indices, rules)
     only_batch_can_tell = (
         isinstance(rules.credit, ReinforcePlusPlusConfig) and not rules.credit.group_baseline
     )
     group.signal = (
         rules.has_teacher or any(group.advantages) or (None if only_batch_can_tell else False)
     )
-    trainable = [rollout for rollout in rollouts if rollout.trainable]
+    trainable = [rollouts[i] for indices in by_agent.values() for i in indices]
     if not any(rollout.num_sampled for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
     elif not any(is_trained(rollout, rules.mask_truncated) for rollout in trainable):
         group.why = "truncated"
     elif rules.replace_no_signal and group.signal is False:
         group.why = "no_signal"
-    else:
-        filter_rollouts(group, rules)
+    elif rules.filter and rules.filter_function:
+        filter_rollouts(group, rules, rules.filter, rules.filter_function)
     return group
+
+
+def credit_compared(group: Group, indices: list[int], rules: Rules) -> None:
+    """Sets the advantages and penalties of the rollouts `indices` of a group, which are compared
+    with each other."""
+    credit = rules.credit
+    rewards = [group.rollouts[i].reward for i in indices]
+    if isinstance(credit, MaxRlConfig) and min(rewards) < 0:
+        raise RunError(
+            f"environment {group.env}: a reward of {min(rewards):g}, but "
+            "orchestrator.credit.type = max_rl divides by their mean, and needs rewards that "
+            "are never negative; shift them, or choose dr_grpo or grpo"
+        )
+    lengths = [group.rollouts[i].num_tokens for i in indices]
+    penalties = length_penalties(rewards, lengths, credit.length_penalty)
+    rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+    for i, penalty in zip(indices, penalties, strict=True):
+        group.penalties[i] = penalty
+    if isinstance(credit, CustomCreditConfig):
+        assert rules.credit_function
+        part = part_of(group, indices, rewards)
+        wanted = "a list of {count} finite numbers, one for each of group.rollouts"
+        advantages = call_for(part, rules.credit_function, credit, as_numbers, wanted)
+    else:
+        advantages = group_advantages(rewards, credit)
+    for i, advantage in zip(indices, advantages, strict=True):
+        group.advantages[i] = advantage
 
 
 def is_judged(group: Group) -> bool:
@@ -119,28 +130,17 @@ def is_judged(group: Group) -> bool:
     )
 
 
-def advantages_of(group: Group, own: list[int], rewards: list[float], rules: Rules) -> list[float]:
-    """Returns the advantages of the rollouts `own` of a group, which are compared with each
-    other."""
-    if isinstance(rules.credit, CustomCreditConfig):
-        assert rules.credit_function
-        return custom_advantages(part_of(group, own, rewards), rules.credit_function, rules.credit)
-    return group_advantages(rewards, rules.credit)
-
-
-def filter_rollouts(group: Group, rules: Rules) -> None:
+def filter_rollouts(
+    group: Group, rules: Rules, config: FunctionConfig, function: UserFunction
+) -> None:
     """Marks the rollouts that the filter drops, and the group if nothing is left to learn from."""
-    if not (rules.filter and rules.filter_function):
-        return
-    own = [i for i, rollout in enumerate(group.rollouts) if rollout.trainable]
-    part = part_of(group, own, [group.rollouts[i].reward for i in own])
-    for i, passed in zip(
-        own, may_be_trained(part, rules.filter_function, rules.filter), strict=True
-    ):
-        group.rollouts[i].filtered = not passed
-    left = [
-        i for i, rollout in enumerate(group.rollouts) if is_trained(rollout, rules.mask_truncated)
-    ]
+    rollouts = group.rollouts
+    indices = [i for i, rollout in enumerate(rollouts) if rollout.trainable]
+    part = part_of(group, indices, [rollouts[i].reward for i in indices])
+    wanted = "a bool for all of group.rollouts, or a list of {count}, one for each"
+    for i, passed in zip(indices, call_for(part, function, config, as_bools, wanted), strict=True):
+        rollouts[i].filtered = not passed
+    left = [i for i in indices if is_trained(rollouts[i], rules.mask_truncated)]
     only_zeros = (
         not rules.has_teacher and group.signal and not any(group.advantages[i] for i in left)
     )
@@ -161,19 +161,19 @@ def compared(group: Group) -> dict[str, list[int]]:
 def normalise(used: list[Group], rules: Mapping[str, Rules]) -> None:
     """Finalises the advantages of a batch's groups with credit over the batch, separately for
     each environment and agent."""
-    members: dict[tuple[str, str], list[tuple[Group, list[int]]]] = defaultdict(list)
+    by_agent: dict[tuple[str, str], list[tuple[Group, list[int]]]] = defaultdict(list)
     for group in used:
-        if isinstance(rules[group.env].credit, ReinforcePlusPlusConfig):
-            for agent, own in compared(group).items():
-                members[group.env, agent].append((group, own))
-    for (env, _), parts in members.items():
+        for agent, indices in compared(group).items():
+            by_agent[group.env, agent].append((group, indices))
+    for (env, _), pairs in by_agent.items():
         credit = rules[env].credit
-        assert isinstance(credit, ReinforcePlusPlusConfig)
+        if not isinstance(credit, ReinforcePlusPlusConfig):
+            continue
         rewards = [
-            [group.rollouts[i].reward - group.penalties[i] for i in own] for group, own in parts
+            [group.rollouts[i].reward - group.penalties[i] for i in indices]
+            for group, indices in pairs
         ]
-        for (group, own), advantages in zip(
-            parts, reinforce_pp(rewards, credit.group_baseline), strict=True
-        ):
-            for i, advantage in zip(own, advantages, strict=True):
+        advantages = reinforce_pp(rewards, credit.group_baseline)
+        for (group, indices), values in zip(pairs, advantages, strict=True):
+            for i, advantage in zip(indices, values, strict=True):
                 group.advantages[i] = advantage

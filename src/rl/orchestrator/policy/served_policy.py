@@ -42,10 +42,6 @@ LOOK_EVERY_S = 0.5
 CLAIM_S = 60.0
 """A starting server whose heartbeat has not changed for this long counts as dead: reading a
 large model can delay one by half of it."""
-UNSEEN = (
-    "; {path} exists on this host: share output_dir with all hosts of servers, and see whether "
-    "its file system is slow"
-)
 Tell = Callable[[ServerSet], Awaitable[None]]
 
 
@@ -56,13 +52,14 @@ class Failure(NamedTuple):
     version: int
     error: Exception
 
-
-def refuses(error: Exception, version: WeightVersion) -> bool:
-    """Returns whether a server will not load a version later either. One that does not find its
-    folder (404), which exists, may see it later: listings of network file systems can be stale."""
-    return isinstance(error, RefusedError) and not (
-        error.status == 404 and Path(version.path).exists()
-    )
+    def is_final(self, version: WeightVersion) -> bool:
+        """Whether the server will not load the version later either. One that does not find its
+        folder (404), which exists, may see it later: listings of network file systems can be
+        stale."""
+        error = self.error
+        return isinstance(error, RefusedError) and not (
+            error.status == 404 and Path(version.path).exists()
+        )
 
 
 class ServedPolicy:
@@ -93,10 +90,8 @@ class ServedPolicy:
         self.loaded = 0
         self.num_pins = 0
         self.load_lock = asyncio.Lock()
-        self.loads: dict[str, asyncio.Task[None]] = {}
-        """Server -> the load in progress."""
-        self.loading: dict[str, int] = {}
-        """Server -> the version it is loading."""
+        self.loads: dict[str, tuple[int, asyncio.Task[None]]] = {}
+        """Server -> the version that it is loading, and the task of that."""
         self.pauses: dict[str, float] = {}
         """Server -> how long its last load paused generation, seconds."""
         self.failures: dict[str, Failure] = {}
@@ -111,13 +106,12 @@ class ServedPolicy:
     def scan(self) -> None:
         """Adds the versions on disk to `versions`, and remembers them: the event loop asks for
         them after every rollout, and does not wait for the disk."""
-        there = numbers(self.run_dir.weights_dir)
-        self.seen = {*there}
-        for number in there:
-            known = self.versions.get(number)
-            self._add_version(
-                number, None, known.content if known else content_id(self.run_dir.digests(number))
-            )
+        self.seen = set(numbers(self.run_dir.weights_dir))
+        for number in self.seen:
+            if known := self.versions.get(number):
+                self._add_version(number, None, known.content)
+            else:
+                self.note(number)
 
     def note(self, number: int, memory: Memory | None = None) -> None:
         """Records a version that is complete, in memory or else on disk. Its path follows from
@@ -126,19 +120,16 @@ class ServedPolicy:
         self._add_version(number, memory, content_id(self.run_dir.digests(number)))
 
     def _add_version(self, number: int, memory: Memory | None, content: str) -> None:
-        self.versions[number] = WeightVersion(
-            number, str(self.run_dir.weights(number)), memory, content
-        )
+        path = str(self.run_dir.weights(number))
+        self.versions[number] = WeightVersion(number, path, memory, content)
         self.servers.contents[number] = content
 
     def forget(self, final: int) -> None:
         """Drops versions before the loaded one that no evaluation waits for: they are never
         loaded again."""
-        self.versions = {
-            number: version
-            for number, version in self.versions.items()
-            if number == 0 or number >= self.loaded or self.evaluator.due(number, final)
-        }
+        for number in [*self.versions]:
+            if 0 < number < self.loaded and not self.evaluator.due(number, final):
+                del self.versions[number]
         self.servers.contents = {
             number: version.content for number, version in self.versions.items()
         }
@@ -161,13 +152,12 @@ class ServedPolicy:
             await self.load(self.versions[newest])
         await self.reconcile()
 
-    def there(self, after: int = -1) -> list[int]:
+    def available(self, after: int = -1) -> list[int]:
         """Returns the versions after `after` that are in memory or on disk, ascending."""
-        later = (version for number, version in self.versions.items() if number > after)
         return sorted(
-            version.policy_version
-            for version in later
-            if version.memory or self._is_on_disk(version)
+            number
+            for number, version in self.versions.items()
+            if number > after and (version.memory or self._is_on_disk(version))
         )
 
     def _is_on_disk(self, version: WeightVersion) -> bool:
@@ -178,40 +168,28 @@ class ServedPolicy:
     def next_version(self, final: int) -> WeightVersion | None:
         """Returns the version to load next: the first newer one that waits for an eval, else the
         newest; None if none is newer."""
-        newer = self.there(after=self.loaded)
-        number = next(
-            (number for number in newer if self.evaluator.due(number, final)),
-            max(newer, default=None),
-        )
-        return None if number is None else self.versions[number]
+        newer = self.available(after=self.loaded)
+        waiting = [number for number in newer if self.evaluator.due(number, final)]
+        return self.versions[(waiting or newer[-1:])[0]] if newer else None
 
     def needed(self, final: int) -> tuple[int, list[int]]:
         """Returns the oldest version that is loaded or waits for an eval, and those that must be
         kept even if they are older: an evaluation found them best, or a server reads them."""
-        oldest = min(
-            [
-                self.loaded,
-                *(number for number in self.versions if self.evaluator.due(number, final)),
-            ]
-        )
-        return oldest, sorted(
-            {version for _, _, version in self.evaluator.best.values()} | self.in_use()
-        )
+        waiting = [number for number in self.versions if self.evaluator.due(number, final)]
+        best = {version for _, _, version in self.evaluator.best.values()}
+        return min([self.loaded, *waiting]), sorted(best | self.in_use())
 
     def in_use(self) -> set[int]:
         """Returns the versions that live servers are reading, to start with or to load; one per
         server."""
-        claimed = set()
+        claimed = {number for number, _ in self.loads.values()}
         for path in server_files(self.run_dir.status_dir):
             status = read_status(path)
-            if (
-                status
-                and status.policy_version
-                and not status.address
-                and self.staleness.look(path.name, status.heartbeat) < CLAIM_S
-            ):
+            if not status or not status.policy_version or status.address:
+                continue
+            if self.staleness.look(path.name, status.heartbeat) < CLAIM_S:
                 claimed.add(status.policy_version)
-        return claimed | set(self.loading.values())
+        return claimed
 
     async def load(self, version: WeightVersion) -> float:
         """Loads a version into all servers except late ones. Returns the longest pause of
@@ -230,21 +208,21 @@ class ServedPolicy:
     async def _load(self, version: WeightVersion) -> float | None:
         """Does what `load` does except for setting `loaded`; returns None if the version's
         folder does not exist."""
+        number, path = version.policy_version, Path(version.path)
         try:
             return await self._load_everywhere(version)
         except RefusedError as error:
-            if not Path(version.path).exists():
-                self.seen.discard(version.policy_version)
+            if not path.exists():
+                self.seen.discard(number)
                 log.warning(
-                    "version %d is not on disk: it is still being written, or was deleted",
-                    version.policy_version,
+                    "version %d is not on disk: it is still being written, or was deleted", number
                 )
                 await asyncio.sleep(RETRY_S)
                 return None
-            refusal = f"{version.path}: inference refused version {version.policy_version}: {error}"
-            if error.status == 422 and version.policy_version:
+            refusal = f"{path}: inference refused version {number}: {error}"
+            if error.status == 422 and number:
                 try:
-                    await asyncio.to_thread(verify_version, Path(version.path))
+                    await asyncio.to_thread(verify_version, path)
                 # an intact version just does not fit that server
                 except CorruptFileError as damage:
                     raise CorruptFileError(f"{damage}; {refusal}") from None
@@ -257,56 +235,44 @@ class ServedPolicy:
         Returns the longest pause, seconds. Raises RefusedError if all refuse it, InferenceLostError
         if none holds it in time.
         """
-        number, began, first_s = version.policy_version, time.monotonic(), None
-        looked = began
+        number, began, first_s, known = version.policy_version, time.monotonic(), 0.0, {}
+        polled = began
         self.failures.clear()
         await self._announce_servers()  # announces the version as the newest
         while True:
             known = self.servers.known
-            failed = {
+            refused = {
                 url: failure.error
                 for url, failure in self.failures.items()
-                if failure.version == number
-            }
-            refused = {
-                url: error
-                for url, error in failed.items()
-                if url in known and refuses(error, version)
+                if url in known and failure.version == number and failure.is_final(version)
             }
             behind = [url for url, held in known.items() if held != number and url not in refused]
             waited_s = time.monotonic() - began
             if number in known.values():
-                first_s = waited_s if first_s is None else first_s
+                first_s = first_s or waited_s
                 if not behind or waited_s > LATE * first_s + LATE_S:
                     break
             elif refused and not behind:
                 raise next(iter(refused.values()))
             elif waited_s > self.servers.timeout_s:
-                problem = next(map(str, failed.values()), self.servers.last_seen())
-                remedy = (
-                    UNSEEN.format(path=version.path)
-                    if any(isinstance(error, RefusedError) for error in failed.values())
-                    else ""
-                )
                 raise InferenceLostError(
                     f"waited {waited_s:.0f} s for inference to load version {number}: "
-                    f"{problem}{remedy}"
+                    f"{self._last_problem(version)}"
                 )
             for url in behind:
                 self._start_load(url, version)
             if self.loads:
-                await asyncio.wait(
-                    self.loads.values(), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED
-                )
+                tasks = [task for _, task in self.loads.values()]
+                await asyncio.wait(tasks, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             else:
                 await asyncio.sleep(LOOK_EVERY_S)
-            if time.monotonic() - looked > LOOK_EVERY_S:
+            if time.monotonic() - polled > LOOK_EVERY_S:
                 await self.servers.poll_versions()
                 await self._announce_servers()
-                looked = time.monotonic()
-        for url, why in refused.items():
+                polled = time.monotonic()
+        for url, error in refused.items():
             log.warning(
-                "inference at %s is excluded because it refused version %d: %s", url, number, why
+                "inference at %s is excluded because it refused version %d: %s", url, number, error
             )
         if behind and behind != self.late:
             log.warning(
@@ -315,13 +281,22 @@ class ServedPolicy:
                 ", ".join(behind),
             )
         self.late = behind
-        return max(
-            (
-                self.pauses.get(url, 0.0)
-                for url, held in self.servers.known.items()
-                if held == number
-            ),
-            default=0.0,
+        holders = [url for url, held in self.servers.known.items() if held == number]
+        return max((self.pauses.get(url, 0.0) for url in holders), default=0.0)
+
+    def _last_problem(self, version: WeightVersion) -> str:
+        """Describes why no server holds a version."""
+        errors = [
+            failure.error
+            for failure in self.failures.values()
+            if failure.version == version.policy_version
+        ]
+        problem = str(errors[0]) if errors else self.servers.last_seen()
+        if not any(isinstance(error, RefusedError) for error in errors):
+            return problem
+        return (
+            f"{problem}; {version.path} exists on this host: share output_dir with all hosts of "
+            "servers, and see whether its file system is slow"
         )
 
     def _start_load(self, url: str, version: WeightVersion) -> None:
@@ -329,29 +304,21 @@ class ServedPolicy:
         failed."""
         failure = self.failures.get(url)
         if url not in self.loads and not (failure and time.monotonic() - failure.at < RETRY_S):
-            self.loading[url] = version.policy_version
-            self.loads[url] = asyncio.create_task(self._load_into(url, version))
+            task = asyncio.create_task(self._load_into(url, version))
+            self.loads[url] = version.policy_version, task
 
     async def _load_into(self, url: str, version: WeightVersion) -> None:
+        number, before = version.policy_version, self.failures.get(url)
         try:
             self.pauses[url] = await self.servers.load(url, version)
         except (AwayError, OSError, InferenceLostError, RefusedError) as error:
-            before = self.failures.get(url)
-            self.failures[url] = Failure(time.monotonic(), version.policy_version, error)
-            if before is None or (before.version, str(before.error)) != (
-                version.policy_version,
-                str(error),
-            ):
-                log.warning(
-                    "inference at %s does not load version %d: %s",
-                    url,
-                    version.policy_version,
-                    error,
-                )
+            self.failures[url] = Failure(time.monotonic(), number, error)
+            if not before or (before.version, str(before.error)) != (number, str(error)):
+                log.warning("inference at %s does not load version %d: %s", url, number, error)
             if not isinstance(error, RefusedError):
                 self.servers.known.pop(url, None)  # until it is polled again
         finally:
-            del self.loads[url], self.loading[url]
+            del self.loads[url]
 
     @asynccontextmanager
     async def pin(self) -> AsyncIterator[None]:
@@ -388,36 +355,31 @@ class ServedPolicy:
             return
         self.scan()
         oldest = min(held)
-        if (
-            not self.num_pins
-            and self.loaded < oldest
-            and oldest in self.versions
-            and not self._skips_eval(oldest)
-        ):
+        is_ahead = not self.num_pins and self.loaded < oldest and oldest in self.versions
+        answers = any(map(self._may_answer, held))
+        if is_ahead and not self._skips_eval(oldest):
             await self._take_over(oldest)
             log.warning("inference came back with version %d", oldest)
-        elif self.loaded not in self.there(after=self.loaded - 1):
-            if not any(map(self._may_answer, held)):
+        elif self.loaded not in self.available(after=self.loaded - 1):
+            if not answers:
                 await self._follow(held)
-        elif any(map(self._may_answer, held)):
+        elif answers:
             for url, version in self.servers.known.items():
                 if not self._may_answer(version):
                     self._start_load(url, self.versions[self.loaded])
         else:
-            what = (
-                "a different version with that number"
-                if oldest == OTHER_HISTORY
-                else f"version {oldest}"
-            )
-            log.warning("inference holds %s: it gets version %d again", what, self.loaded)
+            version = f"version {oldest}"
+            if oldest == OTHER_HISTORY:
+                version = "a different version with that number"
+            log.warning("inference holds %s: it gets version %d again", version, self.loaded)
             await self._load(self.versions[self.loaded])
 
     async def _follow(self, held: Collection[int]) -> None:
         """Continues with the oldest version of this run that a server holds, because the loaded
         one is no longer on disk; if they hold none, with the newest one on disk."""
-        if ours := [version for version in held if version in self.versions]:
-            return await self._take_over(min(ours))
-        newest = max(self.there())
+        if known := [version for version in held if version in self.versions]:
+            return await self._take_over(min(known))
+        newest = max(self.available())
         log.warning(
             "inference holds version %d, but neither it nor %d exists here: it gets version %d",
             min(held),
@@ -444,9 +406,8 @@ class ServedPolicy:
         known = self.servers.known
         urls = [url for url, version in known.items() if self._may_answer(version, loaded)]
         closed = [url for url in (*known, *sorted(self.servers.silent)) if url not in urls]
-        server_set = ServerSet(
-            urls, closed, self.loaded if loaded is None else loaded, max(self.versions)
-        )
+        oldest = self.loaded if loaded is None else loaded
+        server_set = ServerSet(urls, closed, oldest, max(self.versions))
         if server_set != self.server_set:
             self.server_set = server_set
             self.servers.follow(server_set)
@@ -456,5 +417,5 @@ class ServedPolicy:
         """Whether `loaded` or a version between it and `version` waits for an eval."""
         return any(
             number < version and self.evaluator.due(number, final=-1)
-            for number in self.there(after=self.loaded - 1)
+            for number in self.available(after=self.loaded - 1)
         )

@@ -11,32 +11,23 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
-from rl.orchestrator.batches import batch_selection as batches
-from rl.orchestrator.batches.batch_metrics import batch_metrics
-from rl.orchestrator.batches.batch_selection import OrchestratorState
-from rl.orchestrator.batches.old_files import OldFiles
+from rl.orchestrator.batches.batch_files import BatchFiles, OrchestratorState, state_after
 from rl.orchestrator.groups.functions import in_thread
-from rl.orchestrator.groups.group_credit import credit_group, normalise, rules_of
+from rl.orchestrator.groups.group_credit import credit_group, rules_of
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
 from rl.orchestrator.recorded.recording import Recording, digests, files_of, read
 from rl.orchestrator.tasks.task_source import TaskState
-from rl.run_dir import spans
 from rl.run_dir.access_token import run_token
 from rl.run_dir.files import write_file
-from rl.run_dir.lease import check_fence
-from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.run_dir.origin import first_step, read_origin
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
 from rl.system.errors import RunError
-from rl.wire.batch_file import EncodedBatch, remove_rollouts
-from rl.wire.rollouts import rollout_lines
 from rl.wire.transport import TrainerServer
 
 log = logging.getLogger(__name__)
@@ -46,13 +37,8 @@ class RecordedRun:
     """Commits batches of recorded groups as the trainer needs them."""
 
     def __init__(self, config: RLConfig, recording: Recording, status: Status):
-        self.config, self.recording, self.status, self.run_dir = (
-            config,
-            recording,
-            status,
-            config.run_dir,
-        )
-        self.settings = config.orchestrator
+        self.config, self.recording, self.status = config, recording, status
+        self.run_dir, self.settings = config.run_dir, config.orchestrator
         envs = {env.label: env for env in self.settings.environment}
         names = {group.env for group in recording.groups}
         self.rules = {
@@ -63,10 +49,9 @@ class RecordedRun:
         self.requests = TrainerRequests(
             self.run_dir, self.progress, None, status, config.model.max_model_len
         )
-        self.fence = partial(check_fence, self.run_dir.lock("orchestrator"))
-        self.metrics = MetricsLog(self.run_dir.metrics, "orchestrator", self.fence)
-        self.old_files = OldFiles(self.run_dir, self.settings)
-        self.first = first_step(self.run_dir)
+        self.files = BatchFiles(self.run_dir, self.settings, self.rules)
+        self.first = self.files.first
+        self.first_group = recording.groups[0].group_id
         self.ends: list[int] = []
         """For each batch after step `first`, the number of groups that it and those before it
         settle."""
@@ -78,65 +63,49 @@ class RecordedRun:
             credit_group(group, self.rules[group.env])
         self.ends = self.divide()
         self.check_versions()
-        newest = self.progress.newest = self.run_dir.newest_batch()
-        remove_rollouts(self.run_dir, after=newest)
-        if newest > self.first:
-            state = batches.state_after(self.run_dir, newest)
-            if (
-                newest - self.first > len(self.ends)
-                or state.tasks.next_group != self.first_group + self.ends[newest - self.first - 1]
-            ):
+        newest, state = self.files.newest()
+        self.progress.newest = newest
+        if state and newest > self.first:
+            num_committed = newest - self.first
+            end = self.ends[num_committed - 1] if num_committed <= len(self.ends) else -1
+            if state.tasks.next_group != self.first_group + end:
                 raise RunError(
                     f"batch {newest} of {self.run_dir.root} was made of other rollouts; "
                     "start a new run with these: --name NEW"
                 )
-            if (newest, "orchestrator") not in read_metrics(
-                self.run_dir.metrics, last_bytes=NEWEST_BYTES
-            ):
-                self.metrics.write(newest, state.metrics)
         self.progress.final = min(self.config.max_steps, self.first + len(self.ends))
         self.tell()
-
-    @property
-    def first_group(self) -> int:
-        return self.recording.groups[0].group_id
 
     def divide(self) -> list[int]:
         """Returns `ends`. The last batch has the rest, and groups without anything to learn from
         go with those before them. Raises RunError if nothing can be trained."""
-        ends, episodes = list[int](), 0
-        for at, group in enumerate(self.recording.groups, start=1):
-            episodes += group.num_episodes if group.why is None else 0
-            if episodes >= self.settings.batch_size:
-                ends.append(at)
-                episodes = 0
-        if episodes:
-            ends.append(len(self.recording.groups))
+        ends, num_episodes, groups = list[int](), 0, self.recording.groups
+        for number, group in enumerate(groups, start=1):
+            num_episodes += group.num_episodes if group.why is None else 0
+            if num_episodes >= self.settings.batch_size:
+                ends.append(number)
+                num_episodes = 0
+        if num_episodes:
+            ends.append(len(groups))
         if ends:
-            ends[-1] = len(self.recording.groups)
+            ends[-1] = len(groups)
             return ends
-        reasons = ", ".join(
-            f"{count} {why}"
-            for why, count in Counter(group.why for group in self.recording.groups).most_common()
+        whys = Counter(group.why for group in groups).most_common()
+        single = sum(len(group.rollouts) == 1 for group in groups)
+        facts = [
+            ", ".join(f"{count} {why}" for why, count in whys),
+            *(
+                [f"{single} tasks have a single rollout, which there is nothing to compare with"]
+                if single
+                else []
+            ),
+            *(f"{count} rollouts {what}" for what, count in self.recording.counts.items()),
+        ]
+        raise RunError(
+            f"{self.recording.size} rollouts of {len(groups)} tasks, and nothing to train: "
+            f"{'; '.join(facts)}: record several rollouts of each task, with different rewards, "
+            "or choose orchestrator.credit.type = reinforce_pp"
         )
-        single = sum(len(group.rollouts) == 1 for group in self.recording.groups)
-        alone = (
-            f"; {single} tasks have a single rollout, which there is nothing to compare with"
-            if single
-            else ""
-        )
-        lacking = "".join(
-            f"; {count} rollouts {what}" for what, count in self.recording.counts.items()
-        )
-        remedy = (
-            "record several rollouts of each task, with different rewards, or choose "
-            "orchestrator.credit.type = reinforce_pp"
-        )
-        nothing = (
-            f"{self.recording.size} rollouts of {len(self.recording.groups)} tasks, and nothing "
-            "to train"
-        )
-        raise RunError(f"{nothing}: {reasons}{alone}{lacking}: {remedy}")
 
     def check_versions(self) -> None:
         """Raises RunError that names the first rollout that was sampled by a version later than
@@ -146,9 +115,8 @@ class RecordedRun:
             if step > self.config.max_steps:
                 return
             for group in self.recording.groups[start:end]:
-                for place, rollout in zip(
-                    self.recording.places[group.group_id], group.rollouts, strict=True
-                ):
+                places = self.recording.places[group.group_id]
+                for place, rollout in zip(places, group.rollouts, strict=True):
                     if group.why is None and (fault := self.version_fault(step, rollout.versions)):
                         raise RunError(f"{place}: policy_versions: {fault}")
             start = end
@@ -156,73 +124,59 @@ class RecordedRun:
     def version_fault(self, step: int, versions: list[int]) -> str:
         """Describes why tokens of these versions cannot be in a batch; empty if they can."""
         trained, limit = step - 1, self.config.max_behind
-        if versions and versions[-1] > trained:
-            where = (
+        if not versions or trained - limit <= versions[0] <= versions[-1] <= trained:
+            return ""
+        if versions[-1] > trained:
+            begins = (
                 f"batch {step} trains version {trained}"
                 if trained
                 else "the run begins with version 0, model.name"
             )
-            remedy = (
-                "continue the run that sampled it: rl branch RUN@STEP --name NEW "
-                "--recorded.rollouts FILE"
+            return (
+                f"version {versions[-1]} sampled it, but {begins}; continue the run that sampled "
+                "it: rl branch RUN@STEP --name NEW --recorded.rollouts FILE"
             )
-            return f"version {versions[-1]} sampled it, but {where}; {remedy}"
-        if versions and trained - versions[0] > limit:
-            if (origin := read_origin(self.run_dir)) and not any(
-                any(group.versions) for group in self.recording.groups
-            ):
-                remedy = (
-                    f"if version {self.first} did, served as a model of its own, train them in a "
-                    "new run"
-                )
-                new = f"rl train --from FILE --model.name {origin.run}/weights/{self.first}"
-                return (
-                    "version 0 sampled it and all others, but this branch begins with version "
-                    f"{self.first}; {remedy}: {new}"
-                )
-            key = (
-                f"orchestrator.max_off_policy_steps = {limit}"
-                if self.config.max_lag
-                else "max_lag = 0"
+        origin = read_origin(self.run_dir)
+        if origin and not any(any(group.versions) for group in self.recording.groups):
+            return (
+                "version 0 sampled it and all others, but this branch begins with version "
+                f"{self.first}; if version {self.first} did, served as a model of its own, train "
+                "them in a new run: rl train --from FILE --model.name "
+                f"{origin.run}/weights/{self.first}"
             )
-            remedy = (
-                "raise it, or orchestrator.batch_size, or end the run before: --max_steps "
-                f"{trained}"
-            )
-            behind = (
-                f"version {versions[0]} sampled it, {trained - versions[0]} before version "
-                f"{trained}, which batch {step} trains"
-            )
-            return f"{behind}; {key}: {remedy}"
-        return ""
+        setting = "max_lag = 0"
+        if self.config.max_lag:
+            setting = f"orchestrator.max_off_policy_steps = {limit}"
+        return (
+            f"version {versions[0]} sampled it, {trained - versions[0]} before version {trained}, "
+            f"which batch {step} trains; {setting}: raise it, or orchestrator.batch_size, or end "
+            f"the run before: --max_steps {trained}"
+        )
 
     def tell(self) -> None:
         """Logs what was read, and warns of what the rollouts lack."""
-        recording, steps = self.recording, len(self.ends)
-        reasons = Counter(group.why for group in recording.groups if group.why)
-        left_out = "".join(
-            f"; {count} tasks are not trained: {why}" for why, count in reasons.most_common()
-        )
+        recording, final = self.recording, self.progress.final
+        whys = Counter(group.why for group in recording.groups if group.why)
         log.info(
             "%d rollouts of %d tasks make %d batches%s",
             recording.size,
             len(recording.groups),
-            steps,
-            left_out,
+            len(self.ends),
+            "".join(f"; {n} tasks are not trained: {why}" for why, n in whys.most_common()),
         )
-        schedule, final = self.config.trainer.optim.schedule, self.progress.final
+        schedule = self.config.trainer.optim.schedule
+        warnings = [
+            f"{count} of {recording.size} recorded rollouts {what}"
+            for what, count in recording.counts.items()
+        ]
         if schedule != "constant" and final < self.config.max_steps:
-            text = (
+            warnings.append(
                 f"trainer.optim.schedule = {schedule} ends at max_steps = "
-                f"{self.config.max_steps}, but the recorded rollouts end at step"
+                f"{self.config.max_steps}, but the recorded rollouts end at step {final}: give "
+                f"--max_steps {final}"
             )
-            self.status.warn(
-                RunWarning("recorded", "", f"{text} {final}: give --max_steps {final}")
-            )
-        for what, count in recording.counts.items():
-            self.status.warn(
-                RunWarning("recorded", "", f"{count} of {recording.size} recorded rollouts {what}")
-            )
+        for text in warnings:
+            self.status.warn(RunWarning("recorded", "", text))
 
     async def run(self, server: TrainerServer) -> str:
         """Commits each batch that the trainer asks for, and waits until the last one is trained.
@@ -270,22 +224,16 @@ class RecordedRun:
     def commit(self, step: int) -> None:
         """Writes a batch, with its metrics in its state, and what is derived from it."""
         start, end = [0, *self.ends][step - self.first - 1 : step - self.first + 1]
-        settled, masked = self.recording.groups[start:end], self.settings.mask_truncated
-        used = [group for group in settled if group.why is None]
-        with spans.span("commit", "batches", step):
-            normalise(used, self.rules)
-            missing = max(0, self.settings.batch_size - sum(group.num_episodes for group in used))
-            state = OrchestratorState(
-                tasks=TaskState(next_group=self.first_group + end, issued={}, in_flight=[]),
-                settled=[group.group_id for group in settled],
-                metrics=batch_metrics(step, settled, masked, self.rules)
-                | {"rollouts/missing": missing},
-            )
-            batch = EncodedBatch(step=step, samples=batches.encoded_samples(used, masked))
-            batches.commit(self.run_dir, batch, rollout_lines(settled, step, masked), state)
+        settled = self.recording.groups[start:end]
+        num_used = sum(group.num_episodes for group in settled if group.why is None)
+        state = OrchestratorState(
+            tasks=TaskState(next_group=self.first_group + end, issued={}, in_flight=[])
+        )
+        counts = {"rollouts/missing": max(0, self.settings.batch_size - num_used)}
+        self.files.commit(step, settled, state, counts)
         self.progress.newest = step
-        self.metrics.write(step, state.metrics)
-        self.old_files.put_away(step)
+        self.files.metrics.write(step, state.metrics)
+        self.files.put_away(step)
         self.status.advance(sum(len(group.rollouts) for group in settled))
 
 
@@ -293,23 +241,21 @@ def check_same(config: RLConfig) -> dict[str, str]:
     """Returns the checksums of the files, after a comparison with those recorded at the first
     start. Raises RunError."""
     assert config.recorded
-    path, found = checksums_of(config.run_dir), digests(files_of(config.recorded.rollouts))
-    before = json.loads(path.read_bytes()) if path.exists() else found
-    if sorted(before.values()) != sorted(found.values()):
-        changed = sorted(
-            name for name, digest in found.items() if digest not in before.values()
-        ) or sorted(before)
-        remedy = (
-            "restore the file, or train the new one in a run of its own: --name NEW, or rl branch"
+    path, now = checksums_of(config.run_dir), digests(files_of(config.recorded.rollouts))
+    before = json.loads(path.read_bytes()) if path.exists() else now
+    if sorted(before.values()) != sorted(now.values()):
+        changed = [name for name, digest in now.items() if digest not in before.values()]
+        raise RunError(
+            f"{min(changed or before)}: has changed since the run began with it: restore the "
+            "file, or train the new one in a run of its own: --name NEW, or rl branch"
         )
-        raise RunError(f"{changed[0]}: has changed since the run began with it: {remedy}")
-    if list(before.values()) != list(found.values()):  # whose folder may have changed
+    if list(before.values()) != list(now.values()):  # whose folder may have changed
         order = ", ".join(Path(name).name for name in before)
         raise RunError(
             f"{config.recorded.rollouts}: in another order than when the run began; name the "
             f"files so that it is again {order}"
         )
-    return found
+    return now
 
 
 def checksums_of(run_dir: RunDir) -> Path:
@@ -325,9 +271,9 @@ async def run_recorded(config: RLConfig, status: Status, model_path: str) -> Run
     try:
         assert config.recorded
         status.enter(Phase.READING_DATA, None, config.recorded.rollouts, address=server.address)
-        found = await asyncio.to_thread(check_same, config)
+        checksums = await asyncio.to_thread(check_same, config)
         first = first_step(config.run_dir)
-        first_group = batches.state_after(config.run_dir, first).tasks.next_group if first else 0
+        first_group = state_after(config.run_dir, first).tasks.next_group if first else 0
         run = RecordedRun(
             config, await asyncio.to_thread(read, config, model_path, first_group), status
         )
@@ -335,7 +281,7 @@ async def run_recorded(config: RLConfig, status: Status, model_path: str) -> Run
         # only now, so that a file with a fault can be mended for a resume
         if not (path := checksums_of(config.run_dir)).exists():
             path.parent.mkdir(exist_ok=True)
-            write_file(path, json.dumps(found, indent=1).encode())
+            write_file(path, json.dumps(checksums, indent=1).encode())
         return RunEnd(await run.run(server), time.time(), run.progress.end_kind)
     finally:
         server.close()

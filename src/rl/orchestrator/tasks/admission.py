@@ -160,15 +160,11 @@ class Admission:
     def kept(self) -> Mapping[str, float]:
         """Returns the share of each environment's groups likely to be trained; empty with
         max_lag > 0, where no group waits for another."""
-        if self.config.max_lag:
-            return {}
-        lacking = {
-            env: max(0, KEPT_AT_LEAST - len(newest)) for env, newest in self.outcomes.items()
-        }
-        return {
-            env: (sum(newest) + lacking[env]) / (len(newest) + lacking[env])
-            for env, newest in self.outcomes.items()
-        }
+        shares: dict[str, float] = {}
+        for env, newest in {} if self.config.max_lag else self.outcomes.items():
+            lacking = max(0, KEPT_AT_LEAST - len(newest))
+            shares[env] = (sum(newest) + lacking) / (len(newest) + lacking)
+        return shares
 
     def places(self, finished: Iterable[Group]) -> Places:
         """Counts the episodes of each environment by state; `finished` are the groups that no
@@ -191,9 +187,14 @@ class Admission:
         if self.source.retry and batches_ahead > 0:
             return list(self.source.shares)  # lost groups were already given a place
         settings = self.config.orchestrator
-        limits = (settings.max_in_flight, settings.max_refill)
         return eligible(
-            self.source.shares, places, settings.batch_size, batches_ahead, *limits, self.kept()
+            self.source.shares,
+            places,
+            settings.batch_size,
+            batches_ahead,
+            settings.max_in_flight,
+            settings.max_refill,
+            self.kept(),
         )
 
     def first(self) -> float:
@@ -212,34 +213,27 @@ class Admission:
         self.in_flight.clear()
         return len(playing)
 
-    def cancel_stale(self, loaded: int, arrived: Iterable[Group]) -> list[InFlight]:
+    def cancel_stale(self, loaded: int, finished: set[int]) -> list[InFlight]:
         """Cancels groups whose oldest token would be too far behind the version `loaded`, and
-        issues their tasks again.
-
-        Keeps groups that have `arrived`: they are finished, just not durable yet. Returns the
-        cancelled groups.
-        """
-        oldest, kept = (
-            loaded - self.config.orchestrator.max_off_policy_steps,
-            {group.group_id for group in arrived},
-        )
+        issues their tasks again. Keeps those that are `finished`, just not durable yet. Returns
+        the cancelled groups."""
+        oldest = loaded - self.config.orchestrator.max_off_policy_steps
         stale = [
             play
-            for play in self.in_flight.values()
-            if play.start_version < oldest and play.ref.group_id not in kept
+            for group_id, play in self.in_flight.items()
+            if play.start_version < oldest and group_id not in finished
         ]
         for play in stale:
             play.task.cancel()
             self.source.retry.append(self.in_flight.pop(play.ref.group_id).ref)
         return stale
 
-    def lose_env(self, env: str, arrived: Iterable[Group]) -> None:
-        """Excludes an environment until the next start, with its groups that have not `arrived`;
+    def lose_env(self, env: str, finished: set[int]) -> None:
+        """Excludes an environment until the next start, with its groups that are not `finished`;
         its share goes to the others."""
-        played = {group.group_id for group in arrived}
         lost = [
             group_id
             for group_id, play in self.in_flight.items()
-            if play.ref.env == env and group_id not in played
+            if play.ref.env == env and group_id not in finished
         ]
         self.source.lose_env(env, [self.in_flight.pop(group_id).ref for group_id in lost])

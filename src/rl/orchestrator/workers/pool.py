@@ -13,7 +13,7 @@ import os
 import signal
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -471,19 +471,20 @@ async def play_all(
     patience_s: float = float("inf"),
     check: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[tuple[PlayJob, list[Rollout]]]:
-    """Plays jobs, about `num_places` episodes at once, and yields each with its rollouts when it
+    """Plays jobs, at most `num_places` episodes at once, and yields each when it
     is finished. Close it with `contextlib.aclosing`, which cancels the others.
 
     `check` is called every PLAY_POLL_S seconds or more often, and may raise. Raises RunError if
     nothing finishes for `patience_s`, and what `pool.play` and `pool.failed` raise.
     """
-    waiting, last = iter(jobs), time.monotonic()
+    waiting, last = deque(jobs), time.monotonic()
     playing: dict[asyncio.Task[list[Rollout]], PlayJob] = {}
     try:
         while True:
-            while sum(job.num_episodes for job in playing.values()) < num_places:
-                if (job := next(waiting, None)) is None:
-                    break
+            num_free = num_places - sum(job.num_episodes for job in playing.values())
+            while waiting and (not playing or waiting[0].num_episodes <= num_free):
+                job = waiting.popleft()
+                num_free -= job.num_episodes
                 play = pool.play(
                     job.env,
                     job.split,

@@ -37,7 +37,7 @@ class FromOrchestrator(BatchSource):
     def __init__(
         self, client: OrchestratorClient | None, wait: Wait, world: World, timeout_s: float
     ):
-        """`timeout_s`: the deadline of the broadcast, once rank 0 has the batch."""
+        """`timeout_s`: how long the other ranks wait for rank 0."""
         self.client, self.wait, self.world = client, wait, world
         self.group = world.new_group(timeout_s)
 

@@ -7,7 +7,6 @@ last line of output is one JSON object: the model's `sliding_window` (null witho
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from rl.trainer.model.policy import load_policy
 from rl.trainer.parallel.world import World, start_world
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, TrainingSample
-from rl.wire.parity import GROSS, Limit, Parity
+from rl.wire.parity import GROSS, Limit, Parity, parity_from
 from rl.wire.transport import OrchestratorClient
 
 TIMEOUT_S = 600.0
@@ -55,21 +54,14 @@ class ParitySums:
         if len(differences):
             d = differences.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(counted, 0.0)
             kl = k3(d.double())
-            self.sums += torch.stack(
-                [counted.double().sum(), d.abs().double().sum(), kl.sum(), kl.square().sum()]
-            )
+            self.sums += torch.stack([counted, d.abs(), kl, kl.square()]).double().sum(1)
             self.largest = torch.maximum(self.largest, d.abs().max())
 
     def total(self, world: World) -> Parity | None:
         """Returns the agreement over all ranks; None if no token counts. Every rank calls this."""
-        count, distance, kl, square = world.reduce(self.sums, dist.ReduceOp.SUM).tolist()
+        sums = world.reduce(self.sums, dist.ReduceOp.SUM).tolist()
         largest = float(world.reduce(self.largest, dist.ReduceOp.MAX))
-        if not count:
-            return None
-        variance = max(0.0, square - kl**2 / count) / max(1.0, count - 1)
-        return Parity(
-            int(count), distance / count, largest, kl / count, math.sqrt(variance / count)
-        )
+        return parity_from(*sums, largest) if sums[0] else None
 
 
 class ParityWatch:
@@ -85,12 +77,8 @@ class ParityWatch:
         """`strict`: whether a disagreement ends the run; None: only beyond GROSS and in the
         first comparison. `client`: only on rank 0. `has_adapters`: whether what is trained adds
         nothing to version 0, so that its comparison is not yet the first."""
-        self.limit, self.strict, self.client, self.has_adapters = (
-            limit,
-            strict,
-            client,
-            has_adapters,
-        )
+        self.limit, self.strict, self.client = limit, strict, client
+        self.has_adapters = has_adapters
         self.is_first = True
         self.seen = False
         """Whether anything has been compared since the last checkpoint."""
@@ -100,29 +88,27 @@ class ParityWatch:
         """Seconds that the next probe may take: twice as many after each wait in vain, because
         large models take longer to load."""
 
-    def judge(self, found: Parity | None, version: int) -> dict[str, float]:
+    def judge(self, parity: Parity | None, version: int) -> dict[str, float]:
         """Returns the metrics of a comparison of this version; empty if nothing was compared.
         Raises RunError for a disagreement that ends the run."""
-        if found is None:
+        if parity is None:
             return {}
-        is_first, self.is_first = (
-            self.is_first,
-            self.is_first and self.has_adapters and version == 0,
-        )
-        self.seen, agrees = True, found.within(self.limit)
+        is_first, self.seen = self.is_first, True
+        self.is_first = is_first and self.has_adapters and version == 0
+        agrees = parity.within(self.limit)
         if not agrees and self.strict:
             raise RunError(
-                f"{found.complaint(self.limit)}. This ends the run because of "
+                f"{parity.complaint(self.limit)}. This ends the run because of "
                 "trainer.strict_parity = true"
             )
-        if self.strict is None and is_first and not found.within(GROSS):
+        if self.strict is None and is_first and not parity.within(GROSS):
             raise RunError(
-                f"{found.complaint(self.limit)}. This is more than rounding: the two compute "
+                f"{parity.complaint(self.limit)}. This is more than rounding: the two compute "
                 "different models, so samples of one cannot "
                 "train the other; docs/models.md lists known differences by family. "
                 "trainer.strict_parity = false trains anyway"
             )
-        return found.metrics | {"parity/agrees": float(agrees)}
+        return parity.metrics | {"parity/agrees": float(agrees)}
 
     def at_checkpoint(
         self,
@@ -183,17 +169,14 @@ def compare(
     model: PreTrainedModel, config: RLConfig, batch: TrainBatch, world: World
 ) -> list[tuple[int, float, float]]:
     """Returns (position, temperature, difference) of every sampled token of the batch."""
-    found: list[tuple[int, float, float]] = []
-    for row in prepare(
-        batch, config, world, model.config.get_text_config().hidden_size, mode=mode_of(model)
-    ).micro_batches:
+    rows: list[tuple[int, float, float]] = []
+    width = model.config.get_text_config().hidden_size
+    for row in prepare(batch, config, world, width, mode=mode_of(model)).micro_batches:
         part = row.to(world.device)
         positions = (part.position_ids[part.predictors][part.predictor_of] + 1).tolist()
-        temperatures = [
-            round(temperature, 6) for temperature in part.temperatures[part.predictor_of].tolist()
-        ]
-        found += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)
-    return found
+        temperatures = [round(value, 6) for value in part.temperatures[part.predictor_of].tolist()]
+        rows += zip(positions, temperatures, differences(model, part, world).tolist(), strict=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -3,20 +3,18 @@
 import re
 import resource
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rl.run_dir import spans
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.data.packing import Packed
-from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.routes import CHOSEN
+from rl.trainer.parallel.experts import experts_of
 from rl.trainer.parallel.world import World
 
 PEAK_FLOPS = {
@@ -72,111 +70,61 @@ class Timer:
 
 @dataclass(frozen=True)
 class Work:
-    """Floating-point operations that a forward and backward pass needs by definition, without
-    recomputation.
+    """Floating-point operations of a forward and backward pass by the usual estimate, without
+    recomputation: 6 for each weight that a token is multiplied with (4 if it is frozen), and 12 for
+    each key that it sees, layer, head and width of a head."""
 
-    A matrix of n weights takes 2n operations per token forward, 2n for the gradient of its input
-    and, if it is trained, 2n for its own. Attention takes 2 (d_qk + d_v) per head for each key that
-    a token sees (q k and p v), and twice that backward. The operations left out (norms,
-    activations, rotary embedding, the gate's softmax) are below a percent. See "PaLM: Scaling
-    Language Modeling with Pathways", appendix B, https://arxiv.org/abs/2204.02311, which counts all
-    keys before a token and the head at every token.
-    """
-
-    per_token: int
-    """Operations per token of the layers' matrices; of experts, only those that a token is
-    routed to."""
-    per_predictor: int
-    """Operations of the head per position that predicts a loss token; other positions skip the
-    head."""
+    per_token: float
+    per_predictor: float
+    """Of the head, which computes only predictors' logits."""
     per_key: int
-    """Operations of attention in one layer, for each key that a token sees."""
-    windows: Mapping[int | None, int]
-    """Number of layers by window, which is the most keys that a token sees; None for full
-    attention."""
+    """Of all layers. Windows and layers without attention are not looked at."""
 
-    def of(self, batch: MicroBatch) -> int:
-        """Returns the operations of a micro batch on this rank."""
-        end = len(batch.position_ids) - batch.padding
-        positions = (
-            batch.position_ids[:end]
-            if batch.queries is None
-            else batch.position_ids[batch.queries[batch.queries < end]]
-        )
-        keys = positions + 1  # a token sees its ancestors and itself
-        attention = sum(
-            layers * int((keys if window is None else keys.clamp(max=window)).sum())
-            for window, layers in self.windows.items()
-        )
+    def of(self, batch: MicroBatch) -> float:
+        """Returns the operations of this rank's part of a micro batch, without padding."""
+        length = len(batch.input_ids) - batch.padding
+        positions = batch.position_ids[:length]
+        if batch.queries is not None:
+            positions = batch.position_ids[batch.queries[batch.queries < length]]
+        keys = int((positions + 1).sum())  # a token sees its ancestors and itself
         return (
             self.per_token * len(positions)
             + self.per_predictor * len(batch.predictors)
-            + self.per_key * attention
+            + self.per_key * keys
         )
 
 
 def work_of(model: PreTrainedModel) -> Work:
-    """Counts the operations from the model's own matrices, whatever their names."""
+    """Counts the weights of the layers, those of experts by the share that a token is sent to."""
     config = model.config.get_text_config()
-    per_token = sum(
-        weights * (6 if matrix.requires_grad else 4) for matrix, weights in layer_matrices(model)
-    )
-    heads = getattr(config, "num_attention_heads", 0)  # models without attention have none
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    widths = getattr(config, "qk_head_dim", head_dim) + getattr(config, "v_head_dim", head_dim)
-    head = model.get_output_embeddings().weight
-    return Work(
-        per_token,
-        head.numel() * (6 if head.requires_grad else 4),
-        6 * heads * widths,
-        Counter(attention_windows(model)),
-    )
-
-
-def attention_windows(model: PreTrainedModel) -> list[int | None]:
-    """Returns the windows of the layers with attention over keys, which excludes convolutions,
-    state space models and linear attention."""
-    config = model.config.get_text_config()
-    windows = layer_windows(model)
-    kinds = (
-        getattr(config, "layer_types", None)
-        or getattr(config, "layers_block_type", None)
-        or ["attention"] * len(windows)
-    )
-    return [
-        window
-        for kind, window in zip(kinds, windows, strict=True)
-        if kind.endswith("attention") and not kind.startswith("linear")
-    ]
-
-
-def layer_matrices(model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yields the layers' matrices and with how many weights of each a token is multiplied: with
-    all, or those of its experts."""
-    config = model.config.get_text_config()
-    chosen = next(
-        (value for name in (*CHOSEN, "top_k") if (value := getattr(config, name, None))), 1
-    )
-    apart = {
+    chosen = next((getattr(config, key) for key in CHOSEN if getattr(config, key, None)), 1)
+    embeddings = {
         weight
         for module in model.modules()
         if isinstance(module, nn.Embedding)
         for weight in module.parameters()
     }
-    apart |= set(model.get_output_embeddings().parameters())
-    factors = {
-        # peft has the factors of all experts in one matrix
-        weight: len(getattr(wrapper.get_base_layer(), wrapper.parameter_name))
-        for wrapper in model.modules()
-        if type(wrapper).__name__ == "ParamWrapper"
-        for weight in (*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters())
+    head = model.get_output_embeddings().weight
+    shares = {
+        weight: chosen / len(weight)
+        for experts in experts_of(model).values()
+        for weight in experts.parameters()
     }
-    for weight in model.parameters():
-        if weight.ndim >= 2 and weight not in apart:
-            share = (
-                chosen / factors[weight] if weight in factors else chosen if weight.ndim == 3 else 1
-            )
-            yield weight, round(weight.shape[-2:].numel() * share)
+    per_token = sum(
+        weight.numel() * operations(weight) * shares.get(weight, 1.0)
+        for weight in model.parameters()
+        if weight.ndim >= 2 and weight is not head and weight not in embeddings
+    )
+    heads = getattr(config, "num_attention_heads", 0)  # models without attention have none
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    return Work(
+        per_token, head.numel() * operations(head), 12 * config.num_hidden_layers * heads * width
+    )
+
+
+def operations(weight: Tensor) -> int:
+    """Of a token with a weight: those for its own gradient are left out if it is frozen."""
+    return 6 if weight.requires_grad else 4
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -195,22 +143,19 @@ def performance(
     over the wall time of the whole step, including waiting and writing. Memory is the maximum over
     the ranks. Model FLOP/s utilisation is their mean, on known GPUs only.
     """
-    done = world.reduce(
-        torch.tensor(float(sum(map(work.of, packed.micro_batches))), dtype=torch.float64),
-        dist.ReduceOp.SUM,
-    )
+    done = torch.tensor(float(sum(map(work.of, packed.micro_batches))), dtype=torch.float64)
+    done = epochs * float(world.reduce(done, dist.ReduceOp.SUM))
     memory = world.reduce(torch.tensor(peak_memory_gib(world.device)), dist.ReduceOp.MAX)
+    tokens = sum(sample.num_tokens for sample in packed.batch.samples)
     metrics = {
-        "perf/tokens_per_s": sum(sample.num_tokens for sample in packed.batch.samples)
-        / timer.step_s,
+        "perf/tokens_per_s": tokens / timer.step_s,
         "perf/shared_token_fraction": packed.shared_token_fraction,
         "perf/peak_memory_gib": float(memory),
     }
     on_gpu = world.device.type == "cuda" and dtype == "bfloat16"
-    peak = peak_flops(torch.cuda.get_device_name(world.device)) if on_gpu else None
-    return metrics | (
-        {"perf/mfu": epochs * float(done) / timer.step_s / (peak * world.size)} if peak else {}
-    )
+    if on_gpu and (peak := peak_flops(torch.cuda.get_device_name(world.device))):
+        metrics["perf/mfu"] = done / timer.step_s / (peak * world.size)
+    return metrics
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -29,6 +29,7 @@ MEANS = (
     "ratio/{}mean",
     "reference_kl/{}mean",
     "update_kl/{}mean",
+    "masked_fraction/{}",
 )
 """Metrics that are means over the tokens that have the value; `{}` is an environment's name with
 a slash, or empty."""
@@ -43,14 +44,13 @@ class Statistics:
     ) -> None:
         """`tokens`: collects the values of each token; None if they are not kept."""
         self.envs, self.tokens = batch.envs, tokens
-        size = len(self.envs)
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.sums = torch.zeros(size, len(MEANS) + 1, dtype=torch.float64, device=device)
-        """[E, values]: sums of the values in MEANS, and of tokens without gradient."""
-        self.counts = torch.zeros(size, len(MEANS) + 1, dtype=torch.float64, device=device)
-        """[E, values]: number of tokens that have the value."""
-        self.log_ratios = torch.zeros(size, BINS, dtype=torch.float64, device=device)
-        """[E, BINS]: number of tokens by the bin of log r."""
+        widths = [len(MEANS), len(MEANS), BINS]
+        self.table = torch.zeros(len(self.envs), sum(widths), dtype=torch.float64, device=device)
+        """[E, values]: the three parts below."""
+        self.sums, self.counts, self.bins = self.table.split(widths, 1)
+        """The sums of the values in MEANS, the number of tokens that have the value, and the
+        number of tokens in each bin of log r."""
         self.kl_max = torch.zeros((), dtype=torch.float32, device=device)
         self.parity = ParitySums(device)
         """Agreement on the tokens that were sampled by exactly the version being trained."""
@@ -71,25 +71,27 @@ class Statistics:
             return
         if self.tokens:
             self.tokens.add(batch, scores, terms)
-        nothing = torch.full_like(terms.ratio, math.nan)
+        nothing, log_ratio = torch.full_like(terms.ratio, math.nan), terms.ratio.log()
         kl = terms.kl if first or terms.update_kl is not None else nothing
-        kls = [torch.where(batch.fresh, kl, nothing), torch.where(batch.fresh, nothing, kl)]
-        optional = [
-            nothing if values is None else values
-            for values in (terms.reference_kl, terms.update_kl)
-        ]
-        values = torch.stack(
-            [scores.entropies, *kls, terms.ratio, *optional, terms.without_gradient.float()], dim=1
-        ).double()
-        has_value = ~values.isnan()
-        self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
-        self.counts.index_add_(0, batch.envs, has_value.double())
-        bins = batch.envs * BINS + to_bin(terms.ratio.log())
+        fresh_kl = torch.where(batch.fresh, kl, nothing)
+        columns = (
+            scores.entropies,
+            fresh_kl,
+            torch.where(batch.fresh, nothing, kl),
+            terms.ratio,
+            terms.reference_kl,
+            terms.update_kl,
+            terms.without_gradient.float(),
+        )
+        values = torch.stack([nothing if x is None else x for x in columns], dim=1).double()
+        self.sums.index_add_(0, batch.envs, values.nan_to_num(0.0))
+        self.counts.index_add_(0, batch.envs, (~values.isnan()).double())
         # nan: the sampler's is not known
-        self.log_ratios.view(-1).index_add_(0, bins, (~terms.ratio.isnan()).double())
-        self.kl_max = torch.maximum(self.kl_max, kls[0].nan_to_num(0.0).max())
+        known = (~terms.ratio.isnan()).double()
+        self.bins.index_put_((batch.envs, to_bin(log_ratio)), known, accumulate=True)
+        self.kl_max = torch.maximum(self.kl_max, fresh_kl.nan_to_num(0.0).max())
         if first:
-            self.parity.add(terms.ratio.log(), batch.fresh & ~batch.logprobs.isnan())
+            self.parity.add(log_ratio, batch.fresh & ~batch.logprobs.isnan())
 
     def total_loss(self, world: World) -> float:
         """Returns the loss so far, summed over all ranks. Every rank calls this."""
@@ -97,55 +99,41 @@ class Statistics:
 
     def metrics(self, world: World) -> dict[str, float]:
         """Returns the metrics over the tokens of all ranks. Every rank calls this."""
-        parts = (self.sums, self.counts, self.log_ratios)
-        flat = world.reduce(
-            torch.cat([self.loss.view(1), *(part.flatten() for part in parts)]), dist.ReduceOp.SUM
-        ).cpu()
+        table = world.reduce(self.table, dist.ReduceOp.SUM).cpu()
         kl_max = float(world.reduce(self.kl_max, dist.ReduceOp.MAX))
-        sums, counts, log_ratios = (
-            part.view_as(like)
-            for part, like in zip(
-                flat[1:].split([part.numel() for part in parts]), parts, strict=True
-            )
-        )
-        metrics = {"loss/mean": float(flat[0])} | metrics_of(
-            "", sums.sum(0), counts.sum(0), log_ratios.sum(0)
-        )
+        metrics = {"loss/mean": self.total_loss(world)} | metrics_of("", table.sum(0))
         if "mismatch_kl/mean" in metrics:
             metrics["mismatch_kl/max"] = kl_max
-        for i, env in enumerate(self.envs):
-            metrics |= metrics_of(env, sums[i], counts[i], log_ratios[i])
+        for env, row in zip(self.envs, table, strict=True):
+            metrics |= metrics_of(f"{env}/", row)
         return metrics
 
 
-def metrics_of(env: str, sums: Tensor, counts: Tensor, log_ratios: Tensor) -> dict[str, float]:
-    """Returns the metrics of one environment, or with an empty name those of all; without
+def metrics_of(prefix: str, row: Tensor) -> dict[str, float]:
+    """Returns the metrics of one environment, or with an empty prefix those of all; without
     metrics that no token has a value for."""
-    inner = f"{env}/" if env else ""
-    names = [*(name.format(inner) for name in MEANS), f"masked_fraction/{env}".rstrip("/")]
-    found = {
-        name: float(total / count)
-        for name, total, count in zip(names, sums, counts, strict=True)
+    sums, counts, bins = row.split([len(MEANS), len(MEANS), BINS])
+    metrics = {
+        name.format(prefix).rstrip("/"): float(total / count)
+        for name, total, count in zip(MEANS, sums, counts, strict=True)
         if count
     }
-    if log_ratios.any():
-        found |= {
-            f"ratio/{inner}{name}": math.exp(quantile(log_ratios, q))
-            for name, q in QUANTILES.items()
-        }
-    return found
+    if bins.any():
+        for name, q in QUANTILES.items():
+            metrics[f"ratio/{prefix}{name}"] = math.exp(quantile(bins, q))
+    return metrics
 
 
 def to_bin(log_ratio: Tensor) -> Tensor:
     """[N] log r -> [N] int64 bin, 0..BINS-1. Bins are equally wide in asinh(log r / FINEST): 2 %
     of |log r|, and 2e-6 around 0."""
-    place = (torch.asinh(log_ratio / FINEST) / SCALE + 1.0) / 2.0
-    return (place * BINS).long().clamp_(0, BINS - 1)
+    fraction = (torch.asinh(log_ratio / FINEST) / SCALE + 1.0) / 2.0
+    return (fraction * BINS).long().clamp_(0, BINS - 1)
 
 
 def quantile(counts: Tensor, q: float) -> float:
     """Returns the q-quantile of log r from the number of tokens in each bin, as the middle of
     its bin."""
     cumulative = counts.cumsum(0)
-    place = int(torch.searchsorted(cumulative, q * cumulative[-1]))
-    return FINEST * math.sinh(((place + 0.5) / BINS * 2.0 - 1.0) * SCALE)
+    index = int(torch.searchsorted(cumulative, q * cumulative[-1]))
+    return FINEST * math.sinh(((index + 0.5) / BINS * 2.0 - 1.0) * SCALE)

@@ -4,6 +4,8 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -12,12 +14,63 @@ import torch.distributed as dist
 from rl.run_dir.access_token import is_loopback
 from rl.system.errors import RunError
 from rl.system.linux import address_towards
-from rl.trainer.parallel.meetings import absent
 
 START_TIMEOUT_S = 900.0
 """Seconds that ranks wait for each other at the start: a node may have to download a large model
 first."""
 CONNECT_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """The store in which ranks announce themselves."""
+
+    store: dist.Store
+    rank: int
+    size: int
+    deadline: float
+    """By time.monotonic."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {socket.gethostname()}"
+
+    def exchange(self, what: str, value: str) -> list[str]:
+        """Returns every rank's value, by rank. Raises RunError at the deadline, naming the ranks
+        that gave none."""
+        self.store.set(f"{what}/{self.rank}", value)
+        keys, began = [f"{what}/{rank}" for rank in range(self.size)], time.monotonic()
+        try:
+            self.store.wait(keys, timedelta(seconds=max(1.0, self.deadline - began)))
+        except dist.DistStoreError:
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise RunError(
+                f"{self.name} waited {time.monotonic() - began:.0f} s for the other "
+                f"{self.size - 1}; ranks {missing} did not appear. Is torchrun running on every "
+                "node, with the same --nnodes, --rdzv-id and --rdzv-endpoint? See its log"
+            ) from None
+        return [self.store.get(key).decode() for key in keys]
+
+    def check_neighbour(self, address: str) -> None:
+        """Connects to the next rank as gloo and nccl will. Raises RunError within seconds if it
+        fails, where they would hang."""
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as listener:
+            addresses = self.exchange("port", json.dumps(listener.getsockname()[:2]))
+            error, neighbour = "", (self.rank + 1) % self.size
+            host, port = json.loads(addresses[neighbour])
+            try:
+                socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
+            except OSError as refused:
+                error = (
+                    f"{self.name} cannot connect to rank {neighbour} at {host}:{port} ({refused}); "
+                    "nodes connect on any port: open all ports between them, or set "
+                    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an open network"
+                )
+            # keeps everybody listening until all have tried
+            errors = self.exchange("error", error)
+        if any(errors):
+            raise RunError(next(filter(None, [error, *errors])))
 
 
 def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
@@ -31,15 +84,9 @@ def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     # else torchrun's agent does
     hosts_it = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline, timeout = time.monotonic() + timeout_s, timedelta(seconds=timeout_s)
+    options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=hosts_it,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        store = dist.TCPStore(host, port, is_master=hosts_it, **options)
     except dist.DistError as error:
         raise RunError(
             f"rank {rank} on {socket.gethostname()} cannot reach the ranks' rendezvous "
@@ -47,29 +94,12 @@ def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
             f"({str(error).splitlines()[0]}); give torchrun --rdzv-endpoint and --local-addr "
             "addresses that every node can reach"
         ) from None
-    addresses = exchange(store, "address", rank, size, address_towards(host), deadline)
+    here = Rendezvous(store, rank, size, deadline)
+    addresses = here.exchange("address", address_towards(host))
     if not all(map(is_loopback, addresses)):
-        name, address = network(rank, addresses)
-        os.environ["GLOO_SOCKET_IFNAME"] = name
-        check_neighbour(store, rank, size, address, deadline)
+        os.environ["GLOO_SOCKET_IFNAME"], address = network(rank, addresses)
+        here.check_neighbour(address)
     return dist.PrefixStore("group", store)
-
-
-def exchange(
-    store: dist.Store, what: str, rank: int, size: int, value: str, deadline: float
-) -> list[str]:
-    """Returns every rank's value, by rank. Raises RunError at the deadline."""
-    store.set(f"{what}/{rank}", value)
-    keys = [f"{what}/{other}" for other in range(size)]
-    began = time.monotonic()
-    if missing := absent(store, keys, max(1.0, deadline - began)):
-        raise RunError(
-            f"rank {rank} on {socket.gethostname()} waited {time.monotonic() - began:.0f} s "
-            f"for the other {size - 1}; ranks {missing} did "
-            "not appear. Is torchrun running on every node, with the same --nnodes, "
-            "--rdzv-id and --rdzv-endpoint? See its log"
-        )
-    return [store.get(key).decode() for key in keys]
 
 
 def network(rank: int, addresses: list[str]) -> tuple[str, str]:
@@ -80,52 +110,23 @@ def network(rank: int, addresses: list[str]) -> tuple[str, str]:
     that this machine's name resolves to, often a loopback address. The rendezvous's own node
     reaches it over loopback too, so it uses the route to another node.
     """
-    asked, interfaces = (
-        os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0],
-        psutil.net_if_addrs(),
-    )
-    if asked:
-        found = [
-            entry.address
-            for entry in interfaces.get(asked, ())
-            if entry.family in (socket.AF_INET, socket.AF_INET6)
-        ]
-        if not found:
-            raise RunError(
-                f"GLOO_SOCKET_IFNAME = {asked}: {socket.gethostname()} has "
-                f"{', '.join(interfaces)}; give one with an address"
-            )
-        return os.environ["GLOO_SOCKET_IFNAME"], found[0]
+    setting = os.environ.get("GLOO_SOCKET_IFNAME", "")
     address = addresses[rank]
-    if is_loopback(address):
+    if is_loopback(address) and not setting:
         address = address_towards(next(other for other in addresses if not is_loopback(other)))
-    return next(
-        (name, address)
-        for name, entries in interfaces.items()
-        if any(e.address.split("%")[0] == address for e in entries)
+    for name, entry in interfaces():
+        if name == setting.split(",")[0] or (not setting and entry == address):
+            return setting or name, entry
+    names = ", ".join(psutil.net_if_addrs())
+    raise RunError(
+        f"GLOO_SOCKET_IFNAME = {setting or address}: {socket.gethostname()} has {names}; give one "
+        "with an address"
     )
 
 
-def check_neighbour(store: dist.Store, rank: int, size: int, address: str, deadline: float) -> None:
-    """Connects to the next rank as gloo and nccl will. Raises RunError within seconds if it
-    fails, where they would hang."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as listener:
-        ports = exchange(
-            store, "port", rank, size, json.dumps(listener.getsockname()[:2]), deadline
-        )
-        error, neighbour = "", (rank + 1) % size
-        host, port = json.loads(ports[neighbour])
-        try:
-            socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
-        except OSError as refused:
-            error = (
-                f"rank {rank} on {socket.gethostname()} cannot connect to rank {neighbour} "
-                f"at {host}:{port} ({refused}); nodes connect "
-                "on any port: open all ports between them, or set GLOO_SOCKET_IFNAME and "
-                "NCCL_SOCKET_IFNAME to an open network"
-            )
-        # keeps everybody listening until all have tried
-        errors = exchange(store, "error", rank, size, error, deadline)
-    if any(errors):
-        raise RunError(next(filter(None, [error, *errors])))
+def interfaces() -> Iterator[tuple[str, str]]:
+    """Yields the name and an address of each of this machine's interfaces."""
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if entry.family in (socket.AF_INET, socket.AF_INET6):
+                yield name, entry.address.split("%")[0]

@@ -5,7 +5,7 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rl.system.errors import RunError
-from rl.trainer.parallel.meetings import MAIN, Meetings
 from rl.trainer.parallel.rendezvous import START_TIMEOUT_S, join_store
 
 SEEN_WITHIN_S = 60.0
@@ -44,8 +43,12 @@ class World:
     None if they are like any other weights."""
     groups: tuple[dist.ProcessGroup, ...] = ()
     """All process groups of training: the default one, those of the mesh, and the context group."""
-    meetings: Meetings | None = None
-    """None for a single rank."""
+    waits: dist.ProcessGroup | None = None
+    """The gloo group of the main threads' waits. A collective of training has a short deadline
+    (`trainer.rank_timeout_s`), by which a rank that hangs is noticed. A rank that waits for
+    something else, such as the orchestrator or a disk, comes much later and is not lost. So ranks
+    wait for each other here before each collective that such a wait may precede. None for a single
+    rank."""
 
     @property
     def context_rank(self) -> int:
@@ -74,11 +77,9 @@ class World:
     def new_group(self, timeout_s: float) -> dist.ProcessGroup | None:
         """Returns a gloo group of all ranks for a background thread, None for a single rank.
         Every rank calls this."""
-        return (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            if self.size > 1
-            else None
-        )
+        if self.size == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def set_timeout(self, seconds: float) -> None:
         """Sets the deadline of all collectives of training."""
@@ -86,57 +87,47 @@ class World:
             c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def barrier(self, group: dist.ProcessGroup | None = None) -> None:
-        """Waits until every rank is here, whatever the others have to wait for: see meetings.py."""
+        """Waits until every rank is here, whatever the others have to wait for: see `waits`."""
         self.broadcast_int(0, group)
 
     def broadcast_int(self, value: int, group: dist.ProcessGroup | None = None) -> int:
         """Returns rank 0's value on every rank, and waits as `barrier` does. A background thread
         needs its own `group`, or its messages mix with the training's."""
-        if not self.meetings:
+        if self.size == 1:
             return value
-        return int(
-            self.meetings.meet(str(int(value)).encode(), group.group_name if group else MAIN)
-        )
+        number = torch.tensor(int(value) if self.is_main else 0)
+        dist.all_reduce(number, group=group or self.waits)  # a broadcast would not wait for all
+        return int(number)
 
     def broadcast_bytes(self, data: bytes, group: dist.ProcessGroup | None = None) -> bytes:
         """Returns rank 0's bytes on every rank. Sends their length, for which it waits as
         `barrier` does, then the bytes as uint8, so that nothing is pickled."""
-        if self.size == 1:
-            return data
         length = self.broadcast_int(len(data), group)
-        if not length:  # torch.frombuffer rejects empty buffers
-            return b""
-        tensor = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if self.is_main
-            else torch.empty(length, dtype=torch.uint8)
-        )
+        if self.size == 1 or not length:  # torch.frombuffer rejects empty buffers
+            return data if self.size == 1 else b""
+        sent = bytearray(data) if self.is_main else bytearray(length)
+        tensor = torch.frombuffer(sent, dtype=torch.uint8)
         dist.broadcast(tensor, src=0, group=group)
-        return tensor.numpy().tobytes()
+        return bytes(sent)
 
     def gather_bytes(self, data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
         """Returns each rank's bytes, by rank, on every rank. Sends them as uint8, padded to the
         longest."""
         if self.size == 1:
             return [data]
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-        longest = int(max(lengths))
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(data)
+        dist.all_reduce(lengths, group=group)
+        longest = int(lengths.max())
         if not longest:  # torch.frombuffer rejects empty buffers
             return [b""] * self.size
         padded = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(found, padded, group=group)
+        table = torch.empty(self.size, longest, dtype=torch.uint8)
+        dist.all_gather(list(table), padded, group=group)
         return [
-            each[: int(length)].numpy().tobytes()
-            for each, length in zip(found, lengths, strict=True)
+            row[:length].numpy().tobytes()
+            for row, length in zip(table, lengths.tolist(), strict=True)
         ]
-
-    def close(self) -> None:
-        """Ends this rank's part in everything."""
-        dist.destroy_process_group()
-        if self.meetings:
-            self.meetings.close()
 
     def reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Reduces `values` over the ranks by `operation`, in place, and returns them on every
@@ -157,9 +148,9 @@ def start_world(
     """Joins the process group that torchrun's environment describes; without torchrun, a group of
     one.
 
-    `timeout_s` bounds the meetings of ranks, see meetings.py; `start_timeout_s` the wait for all
-    ranks to appear, and each collective until `set_timeout`. On GPUs, CPU tensors (batch bytes,
-    checkpoint plans) are sent over gloo and CUDA tensors over nccl.
+    `timeout_s` bounds the waits of `World.waits`; `start_timeout_s` the wait for all ranks to
+    appear, and each collective until `set_timeout`. On GPUs, CPU tensors (batch bytes, checkpoint
+    plans) are sent over gloo and CUDA tensors over nccl.
 
     Raises RunError if a rank does not appear or cannot be reached, or if the settings do not divide
     the number of ranks.
@@ -176,52 +167,34 @@ def start_world(
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     launched = "RANK" in os.environ
-    rank, size = (
-        (int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 1))) if launched else (0, 1)
-    )
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not launched:
+        size = 1
     check_division(size, dp_replicate, context_parallel, expert_parallel)
     store = join_store(rank, size, start_timeout_s) if launched else dist.HashStore()
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=start_timeout_s)
     )
-    if dp_replicate > 1:
-        mesh = init_device_mesh(
-            device.type, (dp_replicate, size // dp_replicate), mesh_dim_names=("replicate", "shard")
-        )
-    else:
-        mesh = init_device_mesh(device.type, (size,))
+
+    def mesh_of(**sizes: int) -> DeviceMesh:
+        return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    replicas = {"replicate": dp_replicate} if dp_replicate > 1 else {}
+    mesh = init_device_mesh(device.type, (size,))
+    if replicas:
+        mesh = mesh_of(**replicas, shard=size // dp_replicate)
     context = experts = None
     if context_parallel > 1:
-        shape = (size // context_parallel, context_parallel)
-        context = init_device_mesh(
-            device.type, shape, mesh_dim_names=("data", "context")
-        ).get_group("context")
+        rows = mesh_of(data=size // context_parallel, context=context_parallel)
+        context = rows.get_group("context")
     if expert_parallel > 1:
-        sizes = {
-            "replicate": dp_replicate,
-            "shard": size // dp_replicate // expert_parallel,
-            "expert": expert_parallel,
-        }
-        if dp_replicate == 1:
-            del sizes["replicate"]
-        experts = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    meetings = (
-        Meetings(dist.PrefixStore("meetings", store), rank, size, timeout_s) if size > 1 else None
-    )
+        shards = size // dp_replicate // expert_parallel
+        experts = mesh_of(**replicas, shard=shards, expert=expert_parallel)
+    groups = tuple(c10d._world.pg_map)
+    world = World(rank, size, device, mesh, context_parallel, context, experts, groups)
     # Those of meshes have torch's own deadlines, 10 or 30 minutes.
-    world = World(
-        rank,
-        size,
-        device,
-        mesh,
-        context_parallel,
-        context,
-        experts,
-        tuple(c10d._world.pg_map),
-        meetings,
-    )
     world.set_timeout(start_timeout_s)
-    return world
+    return replace(world, waits=world.new_group(timeout_s))
 
 
 def check_division(
@@ -229,14 +202,11 @@ def check_division(
 ) -> None:
     """Raises RunError unless the settings divide the number of ranks, or `expert_parallel` the
     ranks of one copy."""
-    divided = [
+    for key, value, parts, ranks in (
         ("dp_replicate", dp_replicate, "model copies", size),
         ("context_parallel", context_parallel, "ranks per row", size),
-    ]
-    divided.append(
-        ("expert_parallel", expert_parallel, "parts of the experts", size // dp_replicate)
-    )
-    for key, value, parts, ranks in divided:
+        ("expert_parallel", expert_parallel, "parts of the experts", size // dp_replicate),
+    ):
         if ranks % value:
             divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             of = " of a model copy" if ranks < size else ""
@@ -271,10 +241,9 @@ def check_nodes(world: World, directory: Path, config: bytes) -> None:
     if world.is_main:
         file.unlink()
     if blind:
-        place = directory.absolute()
         raise RunError(
-            f"ranks {blind} do not see rank 0's run directory {place}: output_dir must be on "
-            "a file system that all nodes share"
+            f"ranks {blind} do not see rank 0's run directory {directory.absolute()}: "
+            "output_dir must be on a file system that all nodes share"
         )
 
 

@@ -1,0 +1,162 @@
+"""Commits batches with the orchestrator's state after them, and keeps, compresses or deletes old
+ones."""
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+
+import msgspec
+
+from rl.config.orchestrator import OrchestratorConfig
+from rl.orchestrator.batches.batch_metrics import batch_metrics
+from rl.orchestrator.batches.early_stop import RewardHistory
+from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.groups.group_credit import Rules, normalise
+from rl.orchestrator.tasks.task_source import TaskState
+from rl.run_dir import spans
+from rl.run_dir.files import UNREADABLE, CorruptFileError, TakenError
+from rl.run_dir.lease import check_fence
+from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
+from rl.run_dir.origin import first_step
+from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.retention import Retention
+from rl.system.errors import RunError
+from rl.wire.batch_file import (
+    ENCODER,
+    PLAIN_STEPS,
+    ROLLOUT_SUFFIXES,
+    EncodedBatch,
+    compress_rollouts,
+    decode_batch,
+    remove_rollouts,
+    sound_batch,
+    write_batch,
+    write_rollouts,
+)
+from rl.wire.rollouts import Group, TaskRef, rollout_lines
+
+log = logging.getLogger(__name__)
+
+
+class OrchestratorState(msgspec.Struct, kw_only=True):
+    """The orchestrator's state after a batch, stored with the batch in its file."""
+
+    tasks: TaskState
+    settled: list[int] = []
+    """Groups that this batch trained or dropped; after a crash they may still be in pending.log."""
+    history: RewardHistory = msgspec.field(default_factory=RewardHistory)
+    pending: list[TaskRef] = []
+    """Groups waiting for a later batch, already counted in `history` and the solve rates. Played
+    again if pending.log lost them."""
+    metrics: dict[str, float] = {}
+    """The batch's line of metrics.jsonl, which would be lost if the process died right after the
+    commit."""
+
+
+def decode_state(raw: msgspec.Raw) -> OrchestratorState:
+    """Decodes the state in a batch file. Raises CorruptFileError if another version of rl wrote
+    another schema."""
+    try:
+        return msgspec.msgpack.decode(raw, type=OrchestratorState)
+    except UNREADABLE as error:
+        raise CorruptFileError(
+            "the orchestrator's state in the newest batch was written by another version of "
+            f"rl: {error}"
+        ) from None
+
+
+def state_after(run_dir: RunDir, step: int) -> OrchestratorState:
+    """Returns the state after a batch. Raises CorruptFileError for a damaged batch file,
+    RunError for an intact one written by another version of rl."""
+    data = sound_batch(path := run_dir.batch(step))
+    try:
+        return decode_state(decode_batch(data, str(path)).state)
+    except CorruptFileError as error:
+        raise RunError(
+            f"{error}. Continue with the version of rl that wrote it, or start another run"
+        ) from None
+
+
+class BatchFiles:
+    """The files of a run's batches and rollouts. Lists the checkpoints at each commit, but
+    neither batches nor rollouts, of which a run has as many as steps."""
+
+    def __init__(self, run_dir: RunDir, settings: OrchestratorConfig, rules: Mapping[str, Rules]):
+        self.run_dir, self.rules, self.mask_truncated = run_dir, rules, settings.mask_truncated
+        self.fence = partial(check_fence, run_dir.lock("orchestrator"))
+        self.metrics = MetricsLog(run_dir.metrics, "orchestrator", self.fence)
+        batches, rollouts = settings.batches, settings.rollouts
+        self.batches = Retention(
+            run_dir.batches, (".batch",), batches.keep_last, batches.keep_every
+        )
+        self.rollouts = Retention(
+            run_dir.rollouts_dir, ROLLOUT_SUFFIXES, rollouts.keep_last, rollouts.keep_every
+        )
+        self.first = first_step(run_dir)
+
+    def newest(self) -> tuple[int, OrchestratorState | None]:
+        """Returns the newest batch's number and the state after it. Deletes the rollouts of a
+        batch that was never committed, and writes a line of metrics that is missing."""
+        newest = self.run_dir.newest_batch()
+        remove_rollouts(self.run_dir, after=newest)
+        if not newest:
+            return 0, None
+        state = state_after(self.run_dir, newest)
+        # a branch begins with a batch of another run
+        if newest > self.first:
+            lines = read_metrics(self.run_dir.metrics, last_bytes=NEWEST_BYTES)
+            if (newest, "orchestrator") not in lines:
+                self.metrics.write(newest, state.metrics)
+        return newest, state
+
+    def commit(
+        self, step: int, settled: list[Group], state: OrchestratorState, counts: Mapping[str, float]
+    ) -> None:
+        """Writes the rollouts of all groups, then the batch of those that are trained, with its
+        metrics and `counts` in the state. Renaming the batch file to its final name is the commit.
+
+        Advantages become final here. A large batch takes seconds. Raises RunError if the batch
+        exists already, or if another process has taken over the role.
+        """
+        used = [group for group in settled if group.why is None]
+        with spans.span("commit", "batches", step):
+            normalise(used, self.rules)
+            # encoded one by one: as lists they would take several times the memory of their
+            # groups, and stall the process while the garbage collector walks through them
+            samples = [
+                msgspec.Raw(ENCODER.encode(sample))
+                for group in used
+                for sample in group_samples(group, self.mask_truncated)
+            ]
+            state.settled = sorted(group.group_id for group in settled)
+            state.metrics = batch_metrics(step, settled, self.mask_truncated, self.rules) | {
+                **counts
+            }
+            path = self.run_dir.batch(step)
+            if path.exists():
+                self.fence()
+                raise TakenError(path)  # before rollouts are overwritten
+            lines = rollout_lines(settled, step, self.mask_truncated)
+            write_rollouts(self.run_dir.rollouts(step), lines, self.fence)
+            write_batch(path, EncodedBatch(step=step, samples=samples), state, self.fence)
+
+    def put_away(self, step: int) -> None:
+        """Deletes the batches and rollouts that the settings do not keep, and compresses old
+        rollouts. Batches that a resume from any checkpoint needs are kept.
+
+        step: the batch that was just committed.
+        """
+        if self.batches.keep_last is not None:
+            checkpoints = numbers(self.run_dir.checkpoints)
+            # a branch keeps the checkpoint that it begins with
+            later = [number for number in checkpoints if number != self.first]
+            self.batches.delete_old(step, needed_from=min(later or checkpoints, default=0))
+        self.rollouts.delete_old(step)
+        # the one before, too: a process may have died between its commit and its compression
+        for old in (step - PLAIN_STEPS - 1, step - PLAIN_STEPS):
+            try:
+                compress_rollouts(self.run_dir.rollouts(old))
+            except FileNotFoundError:
+                pass  # it is compressed already, or the settings do not keep it
+            except (CorruptFileError, OSError) as error:
+                log.warning("the rollouts of step %d are not compressed: %s", old, error)
