@@ -24,7 +24,7 @@ from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.rollouts import Group
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.proofs import promises
-from tests.stub_server import StubServer
+from tests.stub_server import StubServer, turn_bytes
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.web import serving
@@ -101,14 +101,7 @@ class Inference(StubServer):
         ids = (await request.json())["token_ids"]
         said = [(7 * sum(ids) + self.version + i) % 200 + 10 for i in range(3)]
         spans = [[self.version, 3]]
-        return web.json_response(
-            {
-                "token_ids": said,
-                "logprobs": [-1.0] * 3,
-                "policy_versions": spans,
-                "finish_reason": "stop",
-            }
-        )
+        return web.Response(body=turn_bytes(said, [-1.0] * 3, spans))
 
 
 def train(config) -> None:

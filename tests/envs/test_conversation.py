@@ -1,13 +1,12 @@
 """What a conversation keeps: every turn exactly as it was sent and sampled, and nothing twice."""
 
 import asyncio
-import operator
 import random
 
 import msgspec
 import pytest
 
-from rl.envs.classic.client import LazyList, TextConversation
+from rl.envs.classic.client import TextConversation
 from rl.envs.policy import Conversation, RolloutError
 from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy
@@ -31,10 +30,8 @@ def test_a_long_chat_is_kept_once():
             messages.append({"role": "assistant", "content": "answer"})
 
     asyncio.run(talk())
-    assert (
-        sum(len(past.added) for past in chat.history) == 400
-        and len(chat.history[-1].whole()) == 400
-    )
+    assert len(chat.history[-1].messages) == 400
+    assert len({id(message) for past in chat.history for message in past.messages}) == 400
     assert [turn.prompt_ids for turn in chat.turns] == sent(policy)
     assert len(chat.turns.chains) == 1
     assert len(msgspec.msgpack.encode(chat.turns)) < 12 * chat.turns.chains[0].num_tokens + 30 * 200
@@ -110,7 +107,7 @@ def test_branches_continue_the_turn_that_they_leave(seed):
         assert text.endswith("assistant: ") and text.count("begin") == 1 and len(ids) == len(text)
 
 
-def test_a_text_is_kept_once():
+def test_a_text_continues_the_ids_of_its_earlier_answers():
     policy, turns = StubPolicy(lambda prompt: "answer", max_model_len=100_000), Turns()
     talk = TextConversation(policy, 0, SAMPLING, turns)
 
@@ -122,9 +119,7 @@ def test_a_text_is_kept_once():
         return text
 
     text = asyncio.run(go())
-    assert "".join(talk.history[-1].whole()) == text and sum(
-        len(piece) for past in talk.history for piece in past.added
-    ) == len(text)
+    assert "".join(talk.history[-1].messages) == text
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
 
 
@@ -177,18 +172,6 @@ def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
         "^ab\x03c",
         "^another",
     ] and len(turns.chains) == 2
-
-
-def test_a_list_that_is_made_when_it_is_looked_at_is_a_list_to_whoever_looks():
-    lazy = LazyList(3, lambda: [1, 2, 3])
-    assert (
-        lazy == [1, 2, 3]
-        and lazy[1:] == [2, 3]
-        and list(lazy) == [1, 2, 3]
-        and len(lazy) == 3
-        and 2 in lazy
-    )
-    assert operator.add(lazy, [4]) == [1, 2, 3, 4] and operator.add([0], lazy) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", [Conversation, TextConversation])

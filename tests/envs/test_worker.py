@@ -35,8 +35,9 @@ for _ in range(100):
 def test_what_cannot_be_written_is_a_failed_rollout(content):
     """Not a lost answer: the orchestrator would wait for it for ever."""
     rollouts = [Rollout(text=[{"role": "user", "content": content}]), Rollout(episode=1)]
-    assert [(played.play_id, played.unfinished) for played in sent(rollouts)] == [(7, 1), (7, 0)]
-    broken, whole = (rollout for played in sent(rollouts) for rollout in played.rollouts)
+    (played,) = sent(rollouts, 3)
+    assert (played.play_id, played.unfinished) == (7, 3)
+    broken, whole = played.rollouts
     assert (broken.episode, whole.episode) == (0, 1)
     assert (
         broken.cause == "environment"
@@ -61,19 +62,18 @@ def test_messages_that_would_fill_the_disk_are_a_failed_rollout():
 
 
 def test_what_is_too_much_for_one_message_goes_in_several_and_too_long_a_rollout_has_failed():
-    """Of four rollouts of 15 MiB and one whose metrics alone have 67 MiB the four arrive, and
+    """Of four rollouts of 16 MiB and one whose metrics alone have 67 MiB the four arrive, and
     the fifth says why it does not."""
-    text = "x" * (15 << 20)
+    text = "x" * ((16 << 20) - 100)
     rollouts = [Rollout(text=[{"role": "user", "content": text}], episode=i) for i in range(4)]
     rollouts.append(Rollout(metrics={f"{i:0190}": 0.5 for i in range(350_000)}, episode=4))
     messages = encode_result(ORDER, rollouts, 2)
     assert max(map(len, messages)) <= MAX_MESSAGE_BYTES == 64 << 20
     played = [msgspec.msgpack.decode(message, type=FromWorker) for message in messages]
-    assert [one.unfinished for one in played] == [6, 5, 4, 3, 2]
-    *whole, long = [rollout for one in played for rollout in one.rollouts]
-    assert [rollout.error for rollout in whole] == [None] * 4 and [
-        rollout.episode for rollout in whole
-    ] == [0, 1, 2, 3]
+    assert [(reply.unfinished, len(reply.rollouts)) for reply in played] == [(3, 4), (2, 1)]
+    *whole, long = [rollout for reply in played for rollout in reply.rollouts]
+    assert [rollout.error for rollout in whole] == [None] * 4
+    assert [rollout.episode for rollout in whole] == [0, 1, 2, 3]
     assert (long.episode, long.cause) == (4, "environment")
     assert long.error.endswith("ValueError: 67 MiB of tokens and messages, 64 are allowed")
 
@@ -286,7 +286,7 @@ async def outcome():
         ),
         (number_as_agent, "reward", "the name of a metric or agent is of type int, not str"),
         (no_metrics, "environment", "TypeError: "),
-        (cancels_itself, "environment", "the environment's code cancelled its own task"),
+        (cancels_itself, "environment", "it cancelled its own task"),
         (outcome, "environment", "OutcomeError: not so"),
     ],
 )

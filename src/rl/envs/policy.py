@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -117,32 +116,17 @@ class Policy:
 
 @dataclass
 class Past:
-    """A conversation up to and including a turn's answer. Holds only the new part and a link to
-    the conversation it continues."""
+    """A conversation up to and including a turn's answer."""
 
     index: int
     """Index of the turn in its Turns."""
-    before: "Past | None"
-    added: list[Any]
-    """Messages as returned by `comparable`, or pieces of text."""
+    messages: list[Any]
+    """As returned by `comparable`, or pieces of text; those of one conversation are the same
+    objects."""
+    num_prompt: int
+    """Number of messages before the conversation's first answer."""
     tools: list[Tool] | None = None
     """Tools offered in this turn."""
-
-    @property
-    def num_prompt(self) -> int:
-        """Number of messages before the conversation's first answer."""
-        past = self
-        while past.before:
-            past = past.before
-        return len(past.added) - 1
-
-    def whole(self) -> list[Any]:
-        """The conversation from its beginning."""
-        parts, past = [], self
-        while past:
-            parts.append(past.added)
-            past = past.before
-        return list(chain.from_iterable(reversed(parts)))
 
 
 @dataclass
@@ -175,12 +159,9 @@ class Conversation:
         except RendererError as error:
             raise RolloutError("environment", str(error)) from error
         turn = await self.sample(ids, overrides)
-        answer = self.before_stop(
-            self.policy.renderer.parse(turn.completion_ids, tools, ids), overrides
-        )
-        num_old = len(before.whole()) if before else 0
-        added = [*compared[num_old:], comparable(assistant_message(answer))]
-        self.keep(turn, Past(len(self.turns), before, added, tools))
+        answer = self.policy.renderer.parse(turn.completion_ids, tools, ids)
+        answer = self.before_stop(answer, overrides)
+        self.keep(turn, before, [*compared, comparable(assistant_message(answer))], tools)
         return turn, answer
 
     async def sample(self, ids: list[int], overrides: dict[str, Any]) -> Turn:
@@ -208,10 +189,16 @@ class Conversation:
             answer = replace(answer, content=answer.content.partition(text)[0])
         return answer
 
-    def keep(self, turn: Turn, past: Past) -> None:
-        """Appends an answered turn."""
-        self.history.append(past)
+    def keep(
+        self, turn: Turn, before: Past | None, messages: list[Any], tools: list[Tool] | None = None
+    ) -> Past:
+        """Appends an answered turn, which continues `before`."""
+        if before:
+            messages[: len(before.messages)] = before.messages
+        num_prompt = before.num_prompt if before else len(messages) - 1
+        self.history.append(Past(len(self.turns), messages, num_prompt, tools))
         self.turns.add(turn)
+        return self.history[-1]
 
     def _prompt(
         self, messages: list[Message], compared: list[Message], tools: list[Tool] | None
@@ -224,27 +211,24 @@ class Conversation:
                 "the messages end with the assistant's words, which are not continued; add "
                 "what the policy answers to"
             )
-        for past, num_known in self.continued(compared, tools):
-            ids = self.policy.renderer.next_prompt_ids(
-                self.turns.token_ids(past.index), messages, num_known, tools
-            )
+        renderer = self.policy.renderer
+        for past in self.continued(compared, tools):
+            before = self.turns.token_ids(past.index)
+            ids = renderer.next_prompt_ids(before, messages, len(past.messages), tools)
             if ids is not None:
                 return past, ids
-        return None, self.policy.renderer.prompt_ids(messages, tools)
+        return None, renderer.prompt_ids(messages, tools)
 
-    def continued(
-        self, compared: list[Message], tools: list[Tool] | None
-    ) -> Iterator[tuple[Past, int]]:
-        """Yields the earlier conversations that the messages extend, the newest first, and their
-        numbers of messages."""
+    def continued(self, compared: list[Message], tools: list[Tool] | None) -> Iterator[Past]:
+        """Yields the earlier conversations that the messages extend, the newest first."""
         for past in reversed(self.history):
-            known = past.whole()
+            num_known = len(past.messages)
             if (
-                len(known) < len(compared)
+                num_known < len(compared)
                 and past.tools == tools
-                and compared[: len(known)] == known
+                and compared[:num_known] == past.messages
             ):
-                yield past, len(known)
+                yield past
 
 
 def overriding(asked: dict[str, Any]) -> dict[str, Any]:
@@ -255,13 +239,8 @@ def overriding(asked: dict[str, Any]) -> dict[str, Any]:
 
 def chat_completion(turn: Turn, answer: Answer, model: str) -> dict[str, Any]:
     """An answer as a chat completion of OpenAI's API."""
-    finish = (
-        "length"
-        if turn.finish_reason == "length"
-        else "tool_calls"
-        if answer.tool_calls
-        else "stop"
-    )
+    finish = "tool_calls" if answer.tool_calls else "stop"
+    finish = "length" if turn.finish_reason == "length" else finish
     num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",

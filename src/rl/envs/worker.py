@@ -9,7 +9,6 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from rl.wire.worker_messages import (
 
 ENCODER = msgspec.msgpack.Encoder()
 ORDERS = msgspec.msgpack.Decoder(ToWorker)
+ROLLOUTS = msgspec.msgpack.Decoder(Rollout)
 RETRY_PAUSE_S = 1.0
 HEARTBEAT_S = 2.0
 GATHER_S = 1.0
@@ -52,7 +52,8 @@ goes in one message."""
 UNSENDABLE = (TypeError, ValueError, OverflowError, RecursionError)
 """Exceptions that encoding raises for values that cannot be sent; msgspec's errors are
 subclasses."""
-PLAYED = msgspec.msgpack.Decoder(Played)
+MAX_PLAYED_BYTES = MAX_MESSAGE_BYTES - 100
+"""Most bytes of the rollouts in a message, whose own fields take the rest."""
 MAX_NESTING = 64
 """Maximum nesting depth of a rollout's messages. Decoders manage several hundred levels, but
 fewer deep inside a call stack."""
@@ -60,8 +61,6 @@ MAX_MESSAGES = 16 << 20
 """Maximum size of a rollout's messages in bytes of JSON: rollouts/ keeps them for every rollout."""
 MAX_ERROR = 8000
 """Maximum length of an error text in characters; up to half of it is the end of a traceback."""
-
-
 RENDERING = ("jinja2", "transformers.models.auto.tokenization_auto", "renderers.base")
 """Modules that render conversations for our own servers."""
 
@@ -105,7 +104,7 @@ class Worker:
                         await pool.send(ENCODER.encode(self.describe(question)))
         finally:
             heartbeats.cancel()
-            await self.env.close()
+            await env.close()
 
     async def send_heartbeats(self, pool: MessageStream) -> None:
         """Sends heartbeats from a task, not a thread: they prove that the event loop runs."""
@@ -118,51 +117,45 @@ class Worker:
 
     def describe(self, question: Describe) -> Description:
         """Answers a question, with as many of the tasks as fit into a message."""
-        limits = (
-            self.env.num_tasks(question.split),
-            question.first + question.num_tasks if question.num_tasks >= 0 else None,
-        )
-        tasks, size = [], 0
-        for i in range(
-            question.first, min((limit for limit in limits if limit is not None), default=0)
-        ):
+        about = redact_json(msgspec.json.encode({"kind": self.env.kind, **self.env.describe()}))
+        description = Description(msgspec.json.decode(about), [])
+        ends = [self.env.num_tasks(question.split)]
+        if question.num_tasks >= 0:
+            ends.append(question.first + question.num_tasks)
+        size = 0
+        for i in range(question.first, min((end for end in ends if end is not None), default=0)):
             task = redact_json(msgspec.json.encode(self.env.task(question.split, i)))
             size += len(task)
-            if tasks and size > MAX_MESSAGE_BYTES // 2:
+            if description.tasks and size > MAX_MESSAGE_BYTES // 2:
                 break
-            tasks.append(msgspec.json.decode(task))
-        about = msgspec.json.decode(
-            redact_json(msgspec.json.encode({"kind": self.env.kind, **self.env.describe()}))
-        )
-        return Description(about, tasks)
+            description.tasks.append(msgspec.json.decode(task))
+        return description
 
     async def play(self, order: PlayGroup, pool: MessageStream) -> None:
         """Plays one group and sends its episodes as they finish; episodes that finish within
         GATHER_S share a message."""
+        parts: dict[asyncio.Task[list[Episode]], list[int]] = {}
         if self.env.scores_groups:
-            parts = {
-                asyncio.create_task(self.play_with_retries(order, order.num_episodes)): range(
-                    order.num_episodes
-                )
-            }
+            whole = asyncio.create_task(self.play_with_retries(order, order.num_episodes))
+            parts[whole] = [*range(order.num_episodes)]
         else:
-            left = [i for i in range(order.num_episodes) if i not in order.done]
-            parts = {
-                asyncio.create_task(self.play_with_retries(order.seeded("episode", i), 1)): [i]
-                for i in left
-            }
+            for i in {*range(order.num_episodes)} - {*order.done}:
+                play = self.play_with_retries(order.seeded("episode", i), 1)
+                parts[asyncio.create_task(play)] = [i]
         playing = set(parts)
         try:
             if not playing:
-                await pool.send(encoded(Played(order.play_id, [])))
+                await pool.send(ENCODER.encode(Played(order.play_id, [])))
             while playing:
                 finished, playing = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
                 if playing:
-                    more, playing = await asyncio.wait(playing, timeout=GATHER_S)
-                    finished |= more
-                for message in encode_result(
-                    order, numbered(finished, parts), sum(len(parts[part]) for part in playing)
-                ):
+                    later, playing = await asyncio.wait(playing, timeout=GATHER_S)
+                    finished |= later
+                rollouts = []
+                for part in sorted(finished, key=lambda part: parts[part][0]):
+                    rollouts += numbered(part, parts[part])
+                unfinished = sum(len(parts[part]) for part in playing)
+                for message in encode_result(order, rollouts, unfinished):
                     await pool.send(message)
         finally:
             for part in playing:
@@ -178,9 +171,6 @@ class Worker:
             episodes = await self.play_once(order.seeded("attempt", attempt), num_episodes)
             for rollout in chain(*episodes):
                 rollout.retries = attempt
-                refuse_unfit(rollout)
-                if order.split == "train":
-                    refuse_logprobs(rollout)
             if not any(rollout.error for rollout in chain(*episodes)):
                 break
         return episodes
@@ -188,72 +178,58 @@ class Worker:
     async def play_once(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
         """Plays episodes once, in the one broad `except` around rollouts: what an environment
         raises fails the rollout, not the run."""
-        from rl.envs.policy import TALKS, RolloutError
+        from rl.envs.policy import TALKS
 
         TALKS.set(talks := [])
         try:
             with spans.span("play", "rollouts", task=order.task, split=order.split):
-                return await self.env.play(order, num_episodes)
-        except RolloutError as error:
-            failed = Rollout(stop="error", cause=error.cause, error=str(error))
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) and task.cancelling():
-                raise
-            text = "the environment's code was cancelled: it awaits a task that it cancelled itself"
-            failed = Rollout(stop="error", cause="environment", error=text)
+                episodes = await self.env.play(order, num_episodes)
+            for rollout in chain(*episodes):
+                refuse_unfit(rollout)
+                if order.split == "train":
+                    refuse_logprobs(rollout)
+            return episodes
         # an environment's exit() must not end the others' rollouts
-        except (Exception, SystemExit) as error:
-            failed = failed_by(error)
-        return [[with_talk(failed, *talks[i : i + 1])] for i in range(num_episodes)]
+        except BaseException as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task and task.cancelling():
+                raise
+            return [[failed_by(error, *talks[i : i + 1])] for i in range(num_episodes)]
 
 
-def with_talk(failed: Rollout, talk: Any = None) -> Rollout:
-    """A copy of a failed rollout, with the turns and messages of `talk` (a Talk or None) from
-    before the environment's code raised."""
-    prompt, answered = talk.messages() if talk else ([], [])
-    said = (
-        {"turns": talk.turns, "text": [*prompt, *answered], "num_prompt_messages": len(prompt)}
-        if talk
-        else {}
-    )
-    return msgspec.structs.replace(failed, **said)
+def failed_by(error: BaseException, talk: Any = None) -> Rollout:
+    """A rollout that failed because of `error`, with the turns and messages of `talk` (a Talk or
+    None) from before."""
+    from rl.envs.policy import RolloutError
 
-
-def numbered(
-    finished: Iterable[asyncio.Task[list[Episode]]],
-    parts: Mapping[asyncio.Task[list[Episode]], Sequence[int]],
-) -> list[Rollout]:
-    """The rollouts of finished parts of a group, numbered and ordered by their episode's index
-    in the group."""
-    rollouts = []
-    for part in sorted(finished, key=lambda part: parts[part][0]):
-        for i, episode in zip(parts[part], episodes_of(part, len(parts[part])), strict=True):
-            for rollout in episode:
-                rollout.episode = i
-            rollouts += episode
-    return rollouts
-
-
-def episodes_of(part: asyncio.Task[list[Episode]], num_episodes: int) -> list[Episode]:
-    """The episodes of a finished part; failed ones if it raised what play_once lets through, or
-    its environment cancelled it: the pool cancels the whole play, and then nobody asks."""
-    if part.cancelled():
-        failed = Rollout(
-            stop="error", cause="environment", error="the environment's code cancelled its own task"
-        )
-    elif (error := part.exception()) is not None:
-        failed = failed_by(error)
+    failed = Rollout(stop="error", cause="environment")
+    if isinstance(error, RolloutError):
+        failed.cause, failed.error = error.cause, str(error)
+    elif isinstance(error, asyncio.CancelledError):
+        failed.error = "the environment's code was cancelled: it cancelled its own task, or awaits "
+        failed.error += "one that it cancelled"
     else:
-        return part.result()
-    return [[with_talk(failed)] for _ in range(num_episodes)]
+        text = "".join(traceback.format_exception(error))
+        failed.error = f"{described(error)}\n{text[-MAX_ERROR // 2 :]}"
+    if talk:
+        prompt, answered = talk.messages()
+        failed.turns, failed.text = talk.turns, [*prompt, *answered]
+        failed.num_prompt_messages = len(prompt)
+    return failed
 
 
-def failed_by(error: BaseException) -> Rollout:
-    """A rollout that failed because the environment's code raised `error`."""
-    text = "".join(traceback.format_exception(error))
-    return Rollout(
-        stop="error", cause="environment", error=f"{described(error)}\n{text[-MAX_ERROR // 2 :]}"
-    )
+def numbered(part: asyncio.Task[list[Episode]], indices: list[int]) -> Episode:
+    """The rollouts of the finished part of a group, numbered by their episodes' indices in the
+    group. Failed ones if its environment cancelled it: the pool cancels the whole play, and then
+    nobody asks."""
+    if part.cancelled():
+        episodes = [[failed_by(asyncio.CancelledError())] for _ in indices]
+    else:
+        episodes = part.result()
+    for i, episode in zip(indices, episodes, strict=True):
+        for rollout in episode:
+            rollout.episode = i
+    return [*chain(*episodes)]
 
 
 def refuse_unfit(rollout: Rollout) -> None:
@@ -281,54 +257,43 @@ def refuse_logprobs(rollout: Rollout) -> None:
 
 
 def encode_result(order: PlayGroup, rollouts: list[Rollout], unfinished: int = 0) -> list[bytes]:
-    """Encodes the reply to an order: one Played, or one per episode if they cannot be sent
-    together.
+    """Encodes the reply to an order: as few Played as have room for all episodes."""
+    episodes = [[*episode] for _, episode in groupby(rollouts, lambda rollout: rollout.episode)]
+    replies, size = [Played(order.play_id, [])], 0
+    for number, episode in enumerate(episodes, 1):
+        most = MAX_PLAYED_BYTES // len(episode)
+        encoded: list[Any] = [sealed(rollout, most) for rollout in episode]
+        size += sum(map(len, encoded))
+        if size > MAX_PLAYED_BYTES:
+            replies.append(Played(order.play_id, []))
+            size = sum(map(len, encoded))
+        replies[-1].rollouts += map(msgspec.Raw, encoded)
+        replies[-1].unfinished = unfinished + len(episodes) - number
+    return [ENCODER.encode(reply) for reply in replies]
 
-    Environments put arbitrary data into rollouts. A rollout that is too large for a message or
-    cannot be encoded (half a surrogate pair, an object, a huge number) becomes a failed one;
-    secrets are redacted.
+
+def sealed(rollout: Rollout, most: int) -> bytes:
+    """Encodes a rollout, with secrets redacted: the pool stops a worker whose message it cannot
+    decode.
+
+    Environments put arbitrary data into rollouts. One that cannot be encoded (half a surrogate
+    pair, an object, a huge number) or has more than `most` bytes becomes a failed one.
     """
+    # redact first: half a secret is not recognised
+    rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]
     try:
-        return [encoded(Played(order.play_id, rollouts, unfinished))]
-    except UNSENDABLE:
-        episodes = [
-            list(episode) for _, episode in groupby(rollouts, lambda rollout: rollout.episode)
-        ]
-        left = range(unfinished + len(episodes) - 1, unfinished - 1, -1)
-        messages = []
-        for episode, later in zip(episodes, left, strict=True):
-            share = MAX_MESSAGE_BYTES // len(episode)
-            messages.append(
-                encoded(
-                    Played(order.play_id, [sendable(rollout, share) for rollout in episode], later)
-                )
-            )
-        return messages
-
-
-def encoded(played: Played, most: int = MAX_MESSAGE_BYTES) -> bytes:
-    """Encodes a message. Raises an error of UNSENDABLE, also if the message has more than `most`
-    bytes."""
-    for rollout in played.rollouts:
         rollout.text = json_text(rollout.messages)
-        # redact first: half a secret is not recognised
-        rollout.error = rollout.error and redact(rollout.error)[:MAX_ERROR]
-    data = ENCODER.encode(played)
-    if len(data) > most:
-        raise ValueError(f"{len(data) >> 20} MiB of tokens and messages, {most >> 20} are allowed")
-    PLAYED.decode(data)  # the pool stops a worker whose message it cannot decode
-    return data
-
-
-def sendable(rollout: Rollout, most: int) -> Rollout:
-    """Returns the rollout, or a failed one in its place if it cannot be sent in `most` bytes,
-    its share of a message."""
-    try:
-        encoded(Played(0, [rollout]), most)
+        data = ENCODER.encode(rollout)
+        if len(data) > most:
+            raise ValueError(
+                f"{len(data) >> 20} MiB of tokens and messages, {most + 100 >> 20} are allowed"
+            )
+        ROLLOUTS.decode(data)
+        return data
     except UNSENDABLE as error:
         text = redact(f"its messages or metrics cannot be written: {type(error).__name__}: {error}")
-        return Rollout(episode=rollout.episode, stop="error", cause="environment", error=text)
-    return rollout
+        failed = Rollout(episode=rollout.episode, stop="error", cause="environment", error=text)
+        return ENCODER.encode(failed)
 
 
 def json_text(messages: list[dict[str, Any]]) -> bytes:
@@ -339,18 +304,18 @@ def json_text(messages: list[dict[str, Any]]) -> bytes:
         raise ValueError(
             f"the messages have {len(text) / 2**20:.0f} MiB, {MAX_MESSAGES / 2**20:g} are allowed"
         )
-    depth, tables = 0, [messages]
-    while tables:
-        depth += 1
-        items = [
-            item
-            for table in tables
-            for item in (table.values() if isinstance(table, dict) else table)
-        ]
-        tables = [item for item in items if isinstance(item, dict | list | tuple)]
-    if depth > MAX_NESTING:
-        raise ValueError(f"nested {depth} deep, {MAX_NESTING} are allowed")
+    if (levels := depth(messages)) > MAX_NESTING:
+        raise ValueError(f"nested {levels} deep, {MAX_NESTING} are allowed")
     return text
+
+
+def depth(value: Any) -> int:
+    """The number of lists and objects within each other."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return 0
+    return 1 + max(map(depth, value), default=0)
 
 
 async def serve(setup: WorkerSetup, worker: Worker | None, problem: str) -> None:

@@ -112,7 +112,7 @@ def test_text_that_would_be_another_line_of_a_file_is_refused(text, why):
         ({"turns": [turn(prompt=[1] * 7)]}, "9 tokens; model.max_model_len = 8"),
         ({"turns": [turn(logprobs=[-1.0, math.nan])]}, "the log-probability nan"),
         ({"turns": [turn(logprobs=[-1.0, -math.inf])]}, "the log-probability -inf"),
-        ({"turns": [turn(logprobs=[-1.0, 0.01])]}, "the log-probability 0.01"),
+        ({"turns": [turn(logprobs=[-1.0, 0.25])]}, "the log-probability 0.25"),
         (
             {"turns": [turn(policy_versions=[VersionSpan(3, 1), VersionSpan(5, 1)])]},
             "tokens of version 5; the newest is 4",

@@ -2,7 +2,6 @@
 conversations, or of an endpoint."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import verifiers as vf
@@ -10,9 +9,9 @@ from openai import AsyncOpenAI
 from pydantic import ValidationError
 from verifiers.clients import Client, OpenAIChatCompletionsClient, OpenAICompletionsClient
 from verifiers.errors import InvalidModelResponseError
-from verifiers.types import Response, ResponseMessage, ResponseTokens, ToolCall, Usage
+from verifiers.types import Response, ResponseMessage, ToolCall, Usage
 
-from rl.envs.policy import Conversation, Past, Policy, RolloutError
+from rl.envs.policy import Conversation, Policy, RolloutError
 from rl.models.chat import Answer, Message, Tool, chat_call
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.turns import Turn, Turns
@@ -27,32 +26,25 @@ ENDPOINT_RETRIES = 4
 def chat_message(message: Any) -> Message:
     """Converts a verifiers message (object or dict) to chat API form, without empty fields.
     Plain text gets the role `user`."""
-    get = message.get
-    role, content = get("role"), get("content")
+    role, content = message.get("role"), message.get("content")
     if isinstance(content, list):
         content = [
             part if isinstance(part, dict) else part.model_dump(exclude_none=True)
             for part in content
         ]
-    plain: Message = {
-        "role": "user" if role == "text" else role,
-        "content": "" if content is None else content,
-    }
+    plain = {"role": "user" if role == "text" else role, "content": content or ""}
     for key in ("name", "tool_call_id", "reasoning_content"):
-        if value := get(key):
+        if value := message.get(key):
             plain[key] = value
-    if calls := get("tool_calls"):
+    if calls := message.get("tool_calls"):
         plain["tool_calls"] = [chat_call(call) for call in calls]
     return plain
 
 
 def chat_tool(tool: Any) -> Tool:
     """Converts a verifiers tool (object or dict) to chat API form."""
-    function = {
-        key: tool.get(key)
-        for key in ("name", "description", "parameters", "strict")
-        if tool.get(key) is not None
-    }
+    keys = ("name", "description", "parameters", "strict")
+    function = {key: tool.get(key) for key in keys if tool.get(key) is not None}
     return {"type": "function", "function": function}
 
 
@@ -62,42 +54,12 @@ def completion_prompt(messages: list[Any]) -> str:
     text, after_answer = "", True
     for message in messages:
         plain = chat_message(message)
-        content = plain["content"]
-        content = (
-            content
-            if isinstance(content, str)
-            else " ".join(part.get("text", "") for part in content)
-        )
-        is_answer = plain["role"] == "assistant"
-        text += content if after_answer or is_answer else "\n\n" + content
+        content, is_answer = plain["content"], plain["role"] == "assistant"
+        if not isinstance(content, str):
+            content = " ".join(part.get("text", "") for part in content)
+        text += content if after_answer or is_answer else f"\n\n{content}"
         after_answer = is_answer
     return text
-
-
-class LazyList(Sequence[int]):
-    """A list that is rebuilt at every access, to save memory: verifiers keeps every turn's whole
-    prompt until scoring."""
-
-    def __init__(self, length: int, make: Callable[[], list[int]]):
-        self.length, self.make = length, make
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.make()[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.make())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and self.make() == list(other)
-
-    def __add__(self, other: Sequence[int]) -> list[int]:
-        return self.make() + list(other)
-
-    def __radd__(self, other: Sequence[int]) -> list[int]:
-        return list(other) + self.make()
 
 
 class TextConversation(Conversation):
@@ -111,15 +73,15 @@ class TextConversation(Conversation):
         `Policy.sample`."""
         renderer = self.policy.renderer
         for before in reversed(self.history):
-            if text.startswith(known := "".join(before.whole())):
-                new = text[len(known) :]
-                ids = self.turns.token_ids(before.index) + renderer.encode(new)
+            known = "".join(before.messages)
+            if text.startswith(known):
+                ids = self.turns.token_ids(before.index) + renderer.encode(text[len(known) :])
                 break
         else:
-            before, new, ids = None, text, renderer.text_ids(text)
+            ids = renderer.text_ids(text)
         turn = await self.sample(ids, overrides)
         completion = renderer.decode(turn.completion_ids)
-        self.keep(turn, Past(len(self.turns), before, [new, completion]))
+        self.keep(turn, None, [text, completion])
         return turn, self.before_stop(Answer(completion, None, [], []), overrides)
 
 
@@ -194,6 +156,8 @@ class PolicyClient(Client):
         """Raises nothing: an immediate end of turn is a valid answer and can be trained on."""
 
     async def from_native_response(self, response: NativeResponse) -> Response:
+        """As of an API without tokens: verifiers' classic API would keep every turn's whole
+        prompt."""
         index, turn, answer = response
         num_prompt, num_new = len(turn.prompt_ids), len(turn.completion_ids)
         calls = [
@@ -201,18 +165,11 @@ class PolicyClient(Client):
             for call in answer.tool_calls
         ]
         truncated = turn.finish_reason == "length"
-        tokens = ResponseTokens.model_construct(  # not validated: they are long, and our own
-            prompt_ids=LazyList(num_prompt, lambda: self.turns.prompt_ids(index)),
-            prompt_mask=LazyList(num_prompt, lambda: [0] * num_prompt),
-            completion_ids=turn.completion_ids,
-            completion_mask=[1] * num_new,
-            completion_logprobs=turn.logprobs,
-        )
         message = ResponseMessage.model_construct(
             content=answer.content,
             reasoning_content=answer.reasoning or None,
             tool_calls=calls or None,
-            tokens=tokens,
+            tokens=None,
             finish_reason="length" if truncated else "tool_calls" if calls else "stop",
             is_truncated=truncated,
         )
@@ -230,23 +187,19 @@ class PolicyClient(Client):
         """The turns that appear in the environment's trajectory; all turns if none does."""
         ids = [step["response"].id for step in trajectory if step.get("response")]
         kept = [int(id) for id in ids if id.isdecimal() and int(id) < len(self.turns)]
-        return (
-            Turns.of(self.turns[i] for i in kept)
-            if kept and kept != list(range(len(self.turns)))
-            else self.turns
-        )
+        if not kept or kept == [*range(len(self.turns))]:
+            return self.turns
+        return Turns.of(self.turns[i] for i in kept)
 
     def messages(self) -> tuple[list[Message], list[Message]]:
         """The newest chat so far, for a rollout without messages of its environment: its first
         prompt, and the messages after it."""
-        turns = (
-            []
-            if self.completion
-            else [turn for chat in self.conversations.values() for turn in chat.history]
-        )
-        whole = turns[-1].whole() if turns else []
-        num_prompt = turns[-1].num_prompt if turns else 0
-        return whole[:num_prompt], whole[num_prompt:]
+        chats = [] if self.completion else self.conversations.values()
+        history = [past for chat in chats for past in chat.history]
+        if not history:
+            return [], []
+        newest = history[-1]
+        return newest.messages[: newest.num_prompt], newest.messages[newest.num_prompt :]
 
 
 class AsOurs(Client):

@@ -55,19 +55,13 @@ class NemoGymEnvironment:
         self.head = Head(spec.head_server or "")
         if not spec.dataset:
             raise RunError(
-                f"environment {spec.name}: head_server needs dataset = FILE.jsonl, the rows "
-                "to play; see docs/nemo_gym.md"
+                f"{self.name}: head_server needs dataset = FILE.jsonl, the rows to play; see "
+                "docs/nemo_gym.md"
             )
-        if fixed := [key for key in SAMPLING_PARAMS if key in spec.args]:
-            raise RunError(
-                f"environment {spec.name}: args.{fixed[0]} is set by the sampling settings; "
-                "set it there"
-            )
-        train = read_rows(Path(spec.dataset))
-        self.rows: dict[Split, list[Row]] = {
-            "train": train,
-            "eval": read_rows(Path(spec.eval_dataset)) if spec.eval_dataset else [],
-        }
+        for key in spec.args.keys() & {*SAMPLING_PARAMS}:
+            raise RunError(f"{self.name}: args.{key} is set by the sampling settings; set it there")
+        files: dict[Split, str | None] = {"train": spec.dataset, "eval": spec.eval_dataset}
+        self.rows = {split: read_rows(Path(file)) if file else [] for split, file in files.items()}
         self.generating = places(spec.max_generating)
 
     def num_tasks(self, split: Split) -> int:
@@ -80,29 +74,29 @@ class NemoGymEnvironment:
 
     def describe(self) -> dict[str, Any]:
         counts = Counter(row.agent or "(the only agent)" for row in self.rows["train"])
+        spec = self.spec
         return {
             "head_server": self.head.url,
-            "dataset": self.spec.dataset,
-            "eval_dataset": self.spec.eval_dataset,
+            "dataset": spec.dataset,
+            "eval_dataset": spec.eval_dataset,
             "rows of each agent": dict(counts),
-            "responses_create_params": self.spec.args,
-            "timeout_s": self.spec.timeout_s,
+            "responses_create_params": spec.args,
+            "timeout_s": spec.timeout_s,
         }
 
     def prompt_ids(self, split: Split, index: int) -> list[int] | None:
-        messages, tools = chat_prompt(
-            json.loads(self.rows[split][index].line)["responses_create_params"]
-        )
-        # a v1 user may open the conversation
-        return self.policy.renderer.prompt_ids(messages, tools or None) if messages else None
+        task = self.task(split, index)
+        if not task["prompt"]:  # a v1 user may open the conversation
+            return None
+        return self.policy.renderer.prompt_ids(task["prompt"], task.get("tools"))
 
     async def start(self) -> None:
         """Finds the agents. Raises RunError if the head server is down or lacks the agent of a
         row."""
         try:
             await self.head.discover()
-            for row in {row.agent for rows in self.rows.values() for row in rows}:
-                self._check_agent(row)
+            for agent in {row.agent for rows in self.rows.values() for row in rows}:
+                self._check_agent(agent)
         except RunError:
             await self.close()
             raise
@@ -116,24 +110,22 @@ class NemoGymEnvironment:
         return [await self._episode(row, body) for _ in range(num_episodes)]
 
     async def _episode(self, row: Row, body: dict[str, Any]) -> Episode:
+        is_ours = self.policy.endpoint is None
         async with limited(
             self.generating, self.spec.timeout_s, "a NeMo Gym episode (generation and scoring)"
         ):
-            agent = self._agent_name(row.agent)
-            self._check_policy_urls(agent)
+            agent = row.agent or next(iter(self.head.agents))
             version, exact = None, {}
             try:
-                if self.policy.endpoint is None:
+                if is_ours:
+                    self._check_policy_urls(agent)
                     version = await self.policy.servers.loaded_version(self._own_servers(agent))
-                reply = decode_reply(
-                    await self.head.post(
-                        lambda: f"{self.head.agents[agent].url}/run", body, "environment"
-                    )
+                text = await self.head.post(
+                    lambda: f"{self.head.agents[agent].url}/run", body, "environment"
                 )
-                digests = [
-                    digest for item in reply["response"]["output"] if (digest := digest_of(item))
-                ]
-                if self.policy.endpoint is None and digests:
+                reply = decode_reply(text)
+                digests = [*filter(None, map(digest_of, reply["response"]["output"]))]
+                if is_ours and digests:
                     exact = await self.policy.servers.versions(digests, self._own_servers(agent))
             except InferenceLostError as error:
                 raise RolloutError("inference", str(error)) from error
@@ -143,46 +135,43 @@ class NemoGymEnvironment:
         """The run's servers that the agent queries; none if it queries an address unknown here,
         such as a router's."""
         ours = {address(url): url for url in self.policy.servers.find()}
-        asked = [ours.get(address(url)) for url in self.head.agents[agent].policy_urls]
-        return tuple(sorted(url for url in asked if url)) if all(asked) else ()
-
-    def _agent_name(self, name: str | None) -> str:
-        return name if name is not None else next(iter(self.head.agents))
+        asked = {address(url) for url in self.head.agents[agent].policy_urls}
+        return tuple(sorted(ours[url] for url in asked)) if asked <= ours.keys() else ()
 
     def _check_agent(self, name: str | None) -> None:
         """Raises RunError if the rows of agent `name` cannot be played or cannot be trained on."""
-        known = ", ".join(self.head.agents) or "none"
-        if name is None and len(self.head.agents) != 1:
+        agents = self.head.agents
+        known = ", ".join(agents) or "none"
+        if name is None and len(agents) != 1:
             raise RunError(
                 f"{self.name}: rows of {self.spec.dataset} have no agent_ref, and the head "
                 f"server's agents are {known}; "
                 "add agent_ref with `ng_prepare_data +mode=example_validation`"
             )
-        if name is not None and name not in self.head.agents:
+        name = name or next(iter(agents))
+        if name not in agents:
             raise RunError(
                 f"{self.name}: rows are for agent {name}; {self.head.url} has {known}: start "
                 "ng_run with it"
             )
-        agent = self.head.agents[self._agent_name(name)]
+        agent = agents[name]
         if self.policy.endpoint is None and agent.policy_urls and not agent.returns_tokens:
-            raise RunError(
-                f"{self.name}: {no_tokens(f'the model server of agent {self._agent_name(name)}')}"
-            )
+            raise RunError(f"{self.name}: {no_tokens(f'the model server of agent {name}')}")
 
     def _check_policy_urls(self, agent: str) -> None:
         """Checks that NeMo Gym queries our servers: tokens of another policy would look valid.
         Raises RolloutError."""
-        if self.policy.endpoint is not None:
-            return
-        servers = self.policy.servers
-        ours = {local_port(url) for url in servers.find()}
-        configured = {local_port(url) for url in self.head.agents[agent].policy_urls}
-        if None not in ours and None not in configured and not configured <= ours:
+        ours, asked = (
+            {address(url) for url in urls}
+            for urls in (self.policy.servers.find(), self.head.agents[agent].policy_urls)
+        )
+        if not any(host for host, _ in ours | asked) and not asked <= ours:
             raise RolloutError(
                 "inference",
-                f"NeMo Gym asks port {sorted(configured - ours)} for the policy "
-                f"(policy_base_url), but inference serves at {sorted(ours)}; "
-                "set inference.port, and start ng_run with that address",
+                f"NeMo Gym asks port {sorted(port or 0 for _, port in asked - ours)} for the "
+                f"policy (policy_base_url), but inference serves at "
+                f"{sorted(port or 0 for _, port in ours)}; set inference.port, and start ng_run "
+                "with that address",
             )
 
 
@@ -213,9 +202,3 @@ def address(url: str) -> tuple[str | None, int | None]:
     """Host and port of a URL; the host is "" for this machine."""
     parts = urlsplit(url)
     return "" if is_loopback(parts.hostname or "") else parts.hostname, parts.port
-
-
-def local_port(url: str) -> int | None:
-    """The port of a URL on this machine; None for another machine."""
-    host, port = address(url)
-    return None if host else port

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl.envs.nemo_gym.head import Head
 from rl.envs.nemo_gym.wire import as_turn
-from rl.envs.policy import Conversation, Past, Policy, RolloutError, comparable, overriding
+from rl.envs.policy import Conversation, Policy, RolloutError, comparable, overriding
 from rl.models.chat import THINK, THINK_END, Answer, Message, Tool, ToolCall, assistant_message
 from rl.system.errors import RunError
 from rl.wire.inference_client import PromptTooLongError
@@ -88,8 +88,8 @@ class GymConversation(Conversation):
     """A chat whose earlier answers are sent as they came."""
 
     policy: GymPolicy
-    came: dict[int, Message] = field(default_factory=dict)
-    """The message of each turn, by its index."""
+    came: dict[int, dict[int, Message]] = field(default_factory=dict)
+    """For each turn, by its index: the answers up to it, by their places in the conversation."""
     cookies: dict[str, str] = field(default_factory=dict)
     """NeMo Gym's session: one of several policy servers answers the whole conversation, for its
     prefix cache."""
@@ -99,46 +99,36 @@ class GymConversation(Conversation):
     ) -> tuple[Turn, Answer]:
         """The policy's answer to a chat. Raises PromptTooLongError and RolloutError."""
         tools, compared = tools or None, [comparable(message) for message in messages]
-        before, num_old = next(self.continued(compared, tools), (None, 0))
+        before = next(self.continued(compared, tools), None)
+        earlier = self.came[before.index] if before else {}
         sampling = self.sampling | overriding(overrides)
         body = {key: value for key, value in sampling.items() if value is not None}
-        body |= {"messages": self.sent(messages, before, num_old)} | (
-            {"tools": tools} if tools else {}
-        )
+        body |= {"messages": sent(messages, earlier)} | ({"tools": tools} if tools else {})
         choice = await self.policy.ask(body, self.cookies)
         message = choice["message"]
         turn, answer = (
             as_turn(message, UNKNOWN, finish_reason=choice.get("finish_reason") or "stop"),
             as_answer(message),
         )
-        index = len(self.turns)
+        said = comparable(assistant_message(answer))
+        past = self.keep(turn, before, [*compared, said], tools)
         # Without null fields: NeMo Gym takes a message with `routed_experts: null` for one without
         # tokens.
-        self.came[index] = {key: value for key, value in message.items() if value is not None}
-        self.keep(
-            turn,
-            Past(
-                index, before, [*compared[num_old:], comparable(assistant_message(answer))], tools
-            ),
-        )
+        raw = {key: value for key, value in message.items() if value is not None}
+        self.came[past.index] = earlier | {len(messages): raw}
         return turn, answer
 
-    def sent(self, messages: list[Message], past: Past | None, end: int) -> list[Message]:
-        """Returns messages with the answers of `past`, their first `end`, as they came.
-        Reasoning is in the text, as NeMo Gym has it."""
-        result = [
-            {key: value for key, value in message.items() if key != "reasoning_content"}
-            | (
-                {"content": f"{THINK}{thought}{THINK_END}{message['content'] or ''}"}
-                if (thought := message.get("reasoning_content"))
-                else {}
-            )
-            for message in messages
-        ]
-        while past:
-            result[end - 1] = self.came[past.index]
-            end, past = end - len(past.added), past.before
-        return result
+
+def sent(messages: list[Message], earlier: dict[int, Message]) -> list[Message]:
+    """Returns messages, with `earlier` answers as they came. Reasoning is in the text, as NeMo
+    Gym has it."""
+    result = []
+    for place, message in enumerate(messages):
+        message = dict(message)
+        if thought := message.pop("reasoning_content", None):
+            message["content"] = f"{THINK}{thought}{THINK_END}{message['content'] or ''}"
+        result.append(earlier.get(place, message))
+    return result
 
 
 def as_answer(message: Message) -> Answer:

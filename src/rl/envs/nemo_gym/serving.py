@@ -2,7 +2,8 @@
 tasks as rows, its rollouts as results."""
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 from rl.envs.nemo_gym.head import AGENTS, MODELS
@@ -20,6 +21,13 @@ SAMPLING = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens":
 }
 """Parameters of a row that reach the model server -> their names in the chat API."""
 NEUTRAL = {"parallel_tool_calls": True, "tool_choice": "auto"}
+MEASURES: dict[str, Callable[[list[float]], float]] = {
+    "mean": statistics.fmean,
+    "max": max,
+    "min": min,
+    "median": statistics.median,
+    "std": lambda values: statistics.stdev(values) if len(values) > 1 else 0.0,
+}
 
 
 def agent_entry(name: str, port: int) -> dict[str, Any]:
@@ -56,34 +64,31 @@ def task_row(name: str, split: Split, index: int, task: dict[str, Any]) -> dict[
 def sampling_of(params: dict[str, Any]) -> dict[str, Any]:
     """The sampling that a row's parameters ask for. Raises ValueError for one that cannot be
     passed on."""
-    given = {
-        key: value
-        for key, value in params.items()
-        if key not in ("input", "tools") and value is not None
-    }
-    if unknown := sorted(set(given) - set(SAMPLING)):
-        raise ValueError(
-            f"responses_create_params.{unknown[0]} cannot be passed on; known are "
-            f"{', '.join(SAMPLING)}"
-        )
-    return {SAMPLING[key]: value for key, value in given.items() if value != NEUTRAL.get(key)}
+    sampling = {}
+    for key, value in sorted(params.items()):
+        if key in ("input", "tools") or value is None:
+            continue
+        if key not in SAMPLING:
+            raise ValueError(
+                f"responses_create_params.{key} cannot be passed on; known are "
+                f"{', '.join(SAMPLING)}"
+            )
+        if value != NEUTRAL.get(key):
+            sampling[SAMPLING[key]] = value
+    return sampling
 
 
 def to_result(row: dict[str, Any], rollout: Rollout) -> dict[str, Any]:
     """The answer of `/run`: the row, the reward, the metrics, and the conversation with its
     tokens. A failed rollout has no reward."""
-    params, said = (
-        row["responses_create_params"],
-        rollout.messages[rollout.num_prompt_messages or 0 :],
-    )
-    turns, num_answers = (
-        list(rollout.turns),
-        sum(message["role"] == "assistant" for message in said),
-    )
-    cut = rollout.overlong or (turns[-1].finish_reason == "length" if turns else rollout.truncated)
-    items = to_items(said, [tokens_of(turn) for turn in turns] if len(turns) == num_answers else [])
+    params = row["responses_create_params"]
+    said = rollout.messages[rollout.num_prompt_messages or 0 :]
+    turns = list(rollout.turns)
+    num_answers = sum(message["role"] == "assistant" for message in said)
+    items = to_items(said, map(tokens_of, turns) if len(turns) == num_answers else ())
+    cut = turns[-1].finish_reason == "length" if turns else rollout.truncated
     if rollout.overlong:
-        items += to_items([{"role": "assistant", "content": ""}])
+        cut, items = True, items + to_items([{"role": "assistant", "content": ""}])
     num_prompt, num_new = sum(len(turn.prompt_ids) for turn in turns), rollout.num_tokens
     response = {
         "id": f"resp_{row.get(TASK_INDEX, 0)}_{row.get(ROLLOUT_INDEX, 0)}",
@@ -104,20 +109,21 @@ def to_result(row: dict[str, Any], rollout: Rollout) -> dict[str, Any]:
             "total_tokens": num_prompt + num_new,
         },
     }
+    result = row | {"response": response}
     if rollout.error:
-        return row | {"response": response, FAILURE: rollout.cause, "error": rollout.error}
+        return result | {FAILURE: rollout.cause, "error": rollout.error}
     if num_answers != len(turns):
         error = (
             f"the conversation shows {num_answers} answers of {len(turns)}: the environment "
             "rewrites it, which a result cannot show"
         )
-        return row | {"response": response, FAILURE: "environment", "error": error}
-    taken = {*row, "reward", "response"}
+        return result | {FAILURE: "environment", "error": error}
+    result["reward"] = rollout.reward
     metrics = {
-        name if name not in taken else f"metrics/{name}": value
+        f"metrics/{name}" if name in result else name: value
         for name, value in rollout.metrics.items()
     }
-    return metrics | row | {"response": response, "reward": rollout.reward}
+    return metrics | result
 
 
 def aggregate(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -126,47 +132,35 @@ def aggregate(results: list[dict[str, Any]]) -> dict[str, Any]:
     tasks: dict[int, list[dict[str, float]]] = {}
     for result in results:
         if FAILURE not in result:
-            numbers = result | ((result.get("response") or {}).get("usage") or {})
-            numbers = {
-                key: float(value)
-                for key, value in numbers.items()
-                if isinstance(value, int | float)
-            }
-            tasks.setdefault(result.get(TASK_INDEX, 0), []).append(
-                {
-                    key: value
-                    for key, value in numbers.items()
-                    if key not in (TASK_INDEX, ROLLOUT_INDEX)
-                }
-            )
-    whole = dict(statistics_of([numbers for task in tasks.values() for numbers in task]))
+            fields = result | ((result.get("response") or {}).get("usage") or {})
+            numbers = {key: float(n) for key, n in fields.items() if isinstance(n, int | float)}
+            task = int(numbers.pop(TASK_INDEX, 0))
+            numbers.pop(ROLLOUT_INDEX, None)
+            tasks.setdefault(task, []).append(numbers)
+    whole = statistics_of([*chain(*tasks.values())])
     return {
         "agent_metrics": whole,
         "key_metrics": {key: value for key, value in whole.items() if key.startswith("mean/")},
         "group_level_metrics": [
-            {TASK_INDEX: index, **dict(statistics_of(tasks[index]))} for index in sorted(tasks)
+            {TASK_INDEX: index, **statistics_of(tasks[index])} for index in sorted(tasks)
         ],
     }
 
 
-def statistics_of(rows: list[dict[str, float]]) -> Iterator[tuple[str, float]]:
-    """Yields (name, value), under NeMo Gym's names."""
-    for key in dict.fromkeys(key for row in rows for key in row):
+def statistics_of(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Returns the statistics of each number, under NeMo Gym's names."""
+    measured = {}
+    for key in dict.fromkeys(chain(*rows)):
         values = [row[key] for row in rows if key in row]
-        yield f"mean/{key}", statistics.fmean(values)
-        yield f"max/{key}", max(values)
-        yield f"min/{key}", min(values)
-        yield f"median/{key}", statistics.median(values)
-        yield f"std/{key}", statistics.stdev(values) if len(values) > 1 else 0.0
+        for name, measure in MEASURES.items():
+            measured[f"{name}/{key}"] = measure(values)
+    return measured
 
 
 def tokens_of(turn: Turn) -> dict[str, Any]:
     """The token fields of a turn; none if the policy gave none."""
-    return (
-        dict(zip(TOKEN_KEYS, (turn.prompt_ids, turn.completion_ids, turn.logprobs), strict=True))
-        if turn.completion_ids
-        else {}
-    )
+    columns = (turn.prompt_ids, turn.completion_ids, turn.logprobs)
+    return dict(zip(TOKEN_KEYS, columns, strict=True)) if turn.packed_ids else {}
 
 
 def to_items(
@@ -180,60 +174,35 @@ def to_items(
     items: list[dict[str, Any]] = []
     of_answers = iter(tokens)
     for number, message in enumerate(messages):
-        text = joined_text(message.get("content")) or ""
+        role, text = message["role"], joined_text(message.get("content")) or ""
         if not isinstance(text, str):
             raise RunError(
-                f"a {message['role']} message has content that is not text, which is not "
-                "passed to NeMo Gym"
+                f"a {role} message has content that is not text, which is not passed to NeMo Gym"
             )
-        if message["role"] == "tool":
-            items.append(
-                {
-                    "type": "function_call_output",
-                    "call_id": message.get("tool_call_id") or "",
-                    "output": text,
-                }
-            )
-        elif message["role"] == "assistant":
-            answer = answer_items(message, text, number)
-            answer[-1] |= next(of_answers, {})
-            items += answer
+        if role == "tool":
+            call = message.get("tool_call_id") or ""
+            items.append({"type": "function_call_output", "call_id": call, "output": text})
+        elif role == "assistant":
+            items += answer_items(message, text, number)
+            items[-1] |= next(of_answers, {})
         else:
-            items.append({"type": "message", "role": message["role"], "content": text})
+            items.append({"type": "message", "role": role, "content": text})
     return items
 
 
 def answer_items(message: Message, text: str, number: int) -> list[dict[str, Any]]:
     """The items of an answer: reasoning, text, calls."""
-    items, calls = [], message.get("tool_calls") or []
+    items: list[dict[str, Any]] = []
+    calls = message.get("tool_calls") or []
     if thought := message.get("reasoning_content"):
-        items.append(
-            {
-                "type": "reasoning",
-                "id": f"rs_{number}",
-                "summary": [{"type": "summary_text", "text": thought}],
-            }
-        )
+        summary = [{"type": "summary_text", "text": thought}]
+        items.append({"type": "reasoning", "id": f"rs_{number}", "summary": summary})
+    done = {"status": "completed"}
     if text or not calls:
         content = [{"type": "output_text", "text": text, "annotations": []}]
-        items.append(
-            {
-                "type": "message",
-                "id": f"msg_{number}",
-                "role": "assistant",
-                "status": "completed",
-                "content": content,
-            }
-        )
+        said = {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": content}
+        items.append(said | done)
     for call in calls:
-        function = {key: call["function"][key] for key in ("name", "arguments")}
-        items.append(
-            {
-                "type": "function_call",
-                "id": call["id"],
-                "call_id": call["id"],
-                "status": "completed",
-                **function,
-            }
-        )
+        asked = {"type": "function_call", "id": call["id"], "call_id": call["id"]}
+        items.append(asked | {key: call["function"][key] for key in ("name", "arguments")} | done)
     return items

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from rl.envs.policy import RolloutError
-from rl.models.chat import Message, Tool
+from rl.models.chat import Message, Tool, chat_call
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Cause, Rollout, Turn
 from rl.wire.turns import answer_digest
@@ -36,20 +36,16 @@ def request_body(
 ) -> dict[str, Any]:
     """The request for a row: `args` override its responses_create_params, and our sampling
     overrides both."""
-    params = {
-        key: value
-        for key, value in (row["responses_create_params"] | args).items()
-        if key not in SAMPLING_PARAMS
-    }
+    params = row["responses_create_params"] | args
     params |= {"temperature": sampling["temperature"], "max_output_tokens": sampling["max_tokens"]}
-    if sampling.get("top_p") is not None:
-        params["top_p"] = sampling["top_p"]
+    params["top_p"] = sampling.get("top_p")
+    if params["top_p"] is None:
+        del params["top_p"]
     extra = {key: sampling[key] for key in EXTRA_SAMPLING if sampling.get(key) is not None}
     if extra:
         metadata = params.get("metadata") or {}
-        params["metadata"] = metadata | {
-            "extra_body": json.dumps(json.loads(metadata.get("extra_body", "{}")) | extra)
-        }
+        extra = json.loads(metadata.get("extra_body", "{}")) | extra
+        params["metadata"] = metadata | {"extra_body": json.dumps(extra)}
     return row | {"responses_create_params": params}
 
 
@@ -88,44 +84,44 @@ def to_rollout(
             "resources server's output",
         )
     used = response.get("temperature")
-    if used is not None and used != params["temperature"]:
+    if used not in (None, params["temperature"]):
         raise RolloutError(
             "environment",
             f"the agent sampled at temperature {used}, not at the requested "
             f"{params['temperature']}",
         )
-    items, incomplete = response["output"], (response.get("incomplete_details") or {}).get("reason")
-    turns = [] if version is None else to_turns(items, version, exact)
-    # To a prompt that fills the context, the model server answers with an empty item marked as
-    # incomplete.
-    unanswered = not items or not items[-1].get("generation_token_ids")
-    overlong = version is not None and incomplete == "max_output_tokens" and unanswered
-    if version is not None and not turns and not overlong:
-        raise RolloutError("inference", no_tokens("NeMo Gym"))
-    if turns and incomplete == "max_output_tokens" and not unanswered:
-        turns[-1].finish_reason = "length"
+    items = response["output"]
+    reason = (response.get("incomplete_details") or {}).get("reason")
+    truncated, overlong, turns = reason == "max_output_tokens", False, []
+    if version is not None:
+        answered = [item for item in items if item.get("generation_token_ids")]
+        turns = [as_turn(item, version, exact.get(digest_of(item) or "")) for item in answered]
+        # To a prompt that fills the context, the model server answers with an empty item marked
+        # as incomplete.
+        if truncated and items and items[-1] in answered[-1:]:
+            turns[-1].finish_reason = "length"
+        else:
+            overlong = truncated
+        if not turns and not overlong:
+            raise RolloutError("inference", no_tokens("NeMo Gym"))
     prompt = to_messages(input_items(params))
+    # the finite numbers that the resources server added to the row
+    metrics = {
+        key: float(value)
+        for key, value in reply.items()
+        if key not in {*body, "reward"} and isinstance(value, int | float) and math.isfinite(value)
+    }
     return Rollout(
         turns=turns,
         text=[*prompt, *to_messages(items)],
         num_prompt_messages=len(prompt),
         reward=float(reward),
-        metrics=metrics_of(reply, body),
-        stop=incomplete or "completed",
-        truncated=incomplete == "max_output_tokens",
+        metrics=metrics,
+        stop=reason or "completed",
+        truncated=truncated,
         overlong=overlong,
         completion_tokens=(response.get("usage") or {}).get("output_tokens") or 0,
     )
-
-
-def metrics_of(reply: dict[str, Any], body: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers that the resources server added to the row."""
-    added = {
-        key: value
-        for key, value in reply.items()
-        if key not in body and key != "reward" and isinstance(value, int | float)
-    }
-    return {key: float(value) for key, value in added.items() if math.isfinite(value)}
 
 
 def digest_of(item: dict[str, Any]) -> str | None:
@@ -139,17 +135,6 @@ def digest_of(item: dict[str, Any]) -> str | None:
         )
     except (LookupError, TypeError, OverflowError):
         return None
-
-
-def to_turns(
-    items: Iterable[dict[str, Any]], version: int, exact: dict[str, list[VersionSpan]]
-) -> list[Turn]:
-    """The policy's turns. The last item of each turn has its tokens. Raises RolloutError."""
-    return [
-        as_turn(item, version, exact.get(digest_of(item) or ""))
-        for item in items
-        if item.get("generation_token_ids")
-    ]
 
 
 def as_turn(
@@ -204,42 +189,29 @@ def to_messages(items: Iterable[dict[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     answer: Message | None = None
     for item in items:
-        kind = item.get("type") or "message"
+        kind, content = item.get("type") or "message", joined_text(item.get("content"))
         if kind == "function_call_output":
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": item.get("call_id"),
-                    "content": joined_text(item.get("output")),
-                }
-            )
+            output = joined_text(item.get("output"))
+            call = item.get("call_id")
+            messages.append({"role": "tool", "tool_call_id": call, "content": output})
             answer = None
             continue
         if kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": item.get("role"), "content": joined_text(item.get("content"))})
+            messages.append({"role": item.get("role"), "content": content})
             answer = None
             continue
         if answer is None:
             answer = {"role": "assistant", "content": ""}
             messages.append(answer)
-        add_to_answer(answer, kind, item)
+        if kind == "reasoning":
+            thought = answer.get("reasoning_content", "")
+            answer["reasoning_content"] = thought + joined_text(item.get("summary") or "")
+        elif kind == "function_call":
+            answer.setdefault("tool_calls", []).append(
+                chat_call(item | {"id": item.get("call_id")})
+            )
+        else:
+            answer["content"] += str(content or "") if kind == "message" else f"[{kind}]"
         if item.get("generation_token_ids"):  # the last item of a turn
             answer = None
     return messages
-
-
-def add_to_answer(answer: Message, kind: str, item: dict[str, Any]) -> None:
-    """Adds an assistant item to its message."""
-    if kind == "message":
-        answer["content"] += str(joined_text(item.get("content") or ""))
-    elif kind == "reasoning":
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + joined_text(
-            item.get("summary") or ""
-        )
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        answer.setdefault("tool_calls", []).append(
-            {"id": item.get("call_id"), "type": "function", "function": function}
-        )
-    else:
-        answer["content"] += f"[{kind}]"
