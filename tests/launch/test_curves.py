@@ -19,7 +19,7 @@ from rl.launch.curves import (
 )
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.numbers import Numbers
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from rl.run_dir.paths import RunDir
 
 
@@ -191,7 +191,7 @@ def test_the_time_of_a_run_counts_what_a_resume_trained_once_more_and_a_branch_i
 
     # 8 x 10 s + 2 x 5 s; 20 s + 10 s of them
     assert first_line().startswith("8 steps in 1 min 30 s; trainer waited for batches 33%, ")
-    run_dir.origin.write_bytes(msgspec.json.encode(Origin("outputs/x", 6, 0.0, [])))
+    run_dir.origin.write_bytes(msgspec.json.encode(BranchOrigin("outputs/x", 6, 0.0, [])))
     cut_metrics(run_dir.metrics, 0)
     assert first_line().startswith("2 steps in 10.0 s; ")
 
