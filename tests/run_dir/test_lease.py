@@ -11,7 +11,7 @@ import pytest
 
 from rl.run_dir import lease
 from rl.run_dir.lease import (
-    Attempt,
+    LeaseAttempt,
     LockOwner,
     check_fence,
     declare_lost,
@@ -93,7 +93,7 @@ def test_another_hosts_lease_counts_as_long_as_it_changes(lock, no_locks):
     """The values of its timestamps do not matter: they may be in the future or long ago."""
     write_lease(lock, 3, FAR)
     stop, changes = time.monotonic() + 1.0, 0
-    attempt = lease.Attempt(lock)
+    attempt = lease.LeaseAttempt(lock)
     while time.monotonic() < stop:
         changes += 1
         os.utime(lease_path(lock, 3), (1e9 - changes, 4e9 - changes))
@@ -135,7 +135,7 @@ def test_who_sees_a_listing_of_long_ago_gets_no_lease(lock, no_locks, monkeypatc
     assert sorted(lease.lease_numbers(lock)) == list(range(15, 31))
     for seen in range(15, 30):
         monkeypatch.setattr(lease, "lease_numbers", lambda path, seen=seen: [seen])
-        assert lease.Attempt(lock).take() is None
+        assert lease.LeaseAttempt(lock).take() is None
     held.check()
     held.close()
 
@@ -172,7 +172,7 @@ def test_the_holder_renews_its_lease(lock):
 
 def test_a_server_that_starts_while_its_files_are_deleted_locks_the_file_that_others_see(tmp_path):
     lock = tmp_path / "inference-a.example.org-1.lock"
-    starting = lease.Attempt(lock)
+    starting = lease.LeaseAttempt(lock)
     forget_dead_servers(tmp_path)
     assert not lock.exists()
     assert starting.take() is None
@@ -230,7 +230,7 @@ def test_a_role_on_a_machine_that_is_declared_lost_is_free_at_once(tmp_path):
     machine.write_bytes(b"somebody")
     far = LockOwner(1, "far", "another-boot", "1", str(machine.relative_to(lock.parent)))
     lease_path(lock, 1).write_bytes(msgspec.json.encode(far))
-    attempt = Attempt(lock)
+    attempt = LeaseAttempt(lock)
     assert attempt.take() is None and attempt.undecided
     declare_lost(machine)
     lease = attempt.take()

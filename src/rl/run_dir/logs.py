@@ -56,9 +56,9 @@ def trim(log: Path) -> None:
         newest = bytearray(os.pread(fd, NEWEST_BYTES, size - NEWEST_BYTES))
         del newest[: newest.find(b"\n") + 1]
         cut = size - first_end - len(newest)
-        while more := os.pread(fd, 1 << 20, size):
-            newest += more
-            size += len(more)
+        while piece := os.pread(fd, 1 << 20, size):
+            newest += piece
+            size += len(piece)
         os.ftruncate(fd, first_end)
         os.write(
             fd,
@@ -72,8 +72,8 @@ def trim(log: Path) -> None:
 def attempts(logs: Path, name: str) -> dict[int, Path]:
     """Returns the logs of a process by attempt, unordered. Attempts count up across restarts and
     resumes."""
-    found = {path.stem.removeprefix(f"{name}-"): path for path in logs.glob(f"{name}-*.log")}
-    return {int(attempt): path for attempt, path in found.items() if attempt.isdigit()}
+    stems = {path.stem.removeprefix(f"{name}-"): path for path in logs.glob(f"{name}-*.log")}
+    return {int(attempt): path for attempt, path in stems.items() if attempt.isdigit()}
 
 
 def next_log(logs: Path, name: str) -> Path:
@@ -115,8 +115,8 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
 def killed_rank(log: Path) -> str:
     """Says which rank a signal has ended, if torchrun's report in the last lines of a log says
     so; empty if not."""
-    found = KILLED_RANK.search(end_of(log))
-    return f" because {found[2]} ended rank {found[1]}" if found else ""
+    match = KILLED_RANK.search(end_of(log))
+    return f" because {match[2]} ended rank {match[1]}" if match else ""
 
 
 def error_line(log: Path | None) -> str:
@@ -125,8 +125,8 @@ def error_line(log: Path | None) -> str:
 
     It takes the first because other ranks report the death of a rank later.
     """
-    found = (match[1] for line in last_lines(log, MANY_LINES) if (match := RAISED.match(line)))
-    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?|\b(nan|inf)\b", "#", next(found, ""))
+    errors = (match[1] for line in last_lines(log, MANY_LINES) if (match := RAISED.match(line)))
+    return re.sub(r"-?\d+(\.\d+)?(e[-+]?\d+)?|\b(nan|inf)\b", "#", next(errors, ""))
 
 
 def last_words(log: Path | None) -> str:

@@ -144,8 +144,8 @@ class Numbers:
         order = np.argsort(steps, kind="stable")
 
         def column(arrays: Iterable[np.ndarray]) -> np.ndarray:
-            parts = [array[chosen] for array, chosen in zip(arrays, rows, strict=True)]
-            return np.concatenate([np.empty(0), *parts])[order]
+            columns = [array[chosen] for array, chosen in zip(arrays, rows, strict=True)]
+            return np.concatenate([np.empty(0), *columns])[order]
 
         names = sorted({name for table in tables for name in table.arrays})
         return {

@@ -49,12 +49,12 @@ def numbered(directory: Path, suffix: str = "", after: int = -1) -> dict[int, Pa
 def is_run(root: Path) -> bool:
     """Returns whether a directory is that of a run, and not just one of the user's with a
     config.toml, and perhaps checkpoints of another program."""
-    made = (
+    files = (
         (root / "status").is_dir()
         or numbers(root / "batches", ".batch")
         or numbers(root / "checkpoints")
     )
-    return bool(made) and (root / "config.toml").is_file()
+    return bool(files) and (root / "config.toml").is_file()
 
 
 def is_model(root: Path) -> bool:

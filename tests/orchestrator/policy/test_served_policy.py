@@ -16,7 +16,7 @@ from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import StepClock
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
@@ -352,7 +352,7 @@ def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
     ]
     config = build(parse_args([*flags, "--max_steps", "80"]))
     config.run_dir.weights(37).mkdir(parents=True)
-    write_file(config.run_dir.origin, msgspec.json.encode(Origin("r", 37, 0.0, [])))
+    write_file(config.run_dir.origin, msgspec.json.encode(BranchOrigin("r", 37, 0.0, [])))
     servers = Servers(37)
     evaluator = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
     policy = ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())

@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import pytest
 
-from rl.orchestrator.workers.pool import Worker, WorkerPool
+from rl.orchestrator.workers.pool import PoolWorker, WorkerPool
 from rl.orchestrator.workers.pool_worker import lacking_remedy
 from rl.system import process_table
 from rl.system.children import start
@@ -22,7 +22,7 @@ from tests.orchestrator.made import worker_setup
 GARBAGE = [b"garbage", b"", b"\x91" * 5000, b"\x82\xa4type\xaaLone\x85", b"\xdd\xff\xff\xff\xff"]
 
 
-def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> Worker:
+def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> PoolWorker:
     """Adds a worker to the pool whose process only sleeps."""
     child = start(
         name,
@@ -32,7 +32,7 @@ def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> Worker:
         new_session=False,
         marker=marker,
     )
-    pool.workers[f"{name}-0"] = Worker(worker_setup(name), child)
+    pool.workers[f"{name}-0"] = PoolWorker(worker_setup(name), child)
     return pool.workers[f"{name}-0"]
 
 
@@ -127,7 +127,7 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
     async def main() -> int:
         pool, streams = WorkerPool(tmp_path), []
         child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
-        pool.workers["a-0"] = Worker(worker_setup(), child)
+        pool.workers["a-0"] = PoolWorker(worker_setup(), child)
         before = psutil.Process().memory_info().rss
         try:
             for name in [b"a-0", b"nobody"] * 10:

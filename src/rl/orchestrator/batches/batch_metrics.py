@@ -36,9 +36,9 @@ def batch_metrics(
     trained = [(env, rollout) for env, rollout in used if is_trained(rollout, mask_truncated)]
     lags = Counter[int]()
     for answer in (answer for _, rollout in trained for answer in rollout.turns.answers):
-        # neither empty nor unknown
-        for span in (one for one in join_spans(answer.policy_versions) if one.policy_version >= 0):
-            lags[step - 1 - span.policy_version] += span.num_tokens
+        for span in join_spans(answer.policy_versions):
+            if span.policy_version >= 0:  # known
+                lags[step - 1 - span.policy_version] += span.num_tokens
     return {
         "reward/mean": mean([rollout.reward for rollout in finished if rollout.trainable]),
         "lag/mean": sum(lag * count for lag, count in lags.items()) / max(1, lags.total()),
@@ -160,12 +160,12 @@ def environment_metrics(groups: list[Group]) -> dict[str, float]:
             metrics[f"reward/{env}/mean"] = mean(
                 [rollout.reward for rollout in finished if rollout.trainable]
             )
-        own = [group for group in groups if group.env == env]
-        if penalty := sum(sum(group.penalties) for group in own):
+        of_env = [group for group in groups if group.env == env]
+        if penalty := sum(sum(group.penalties) for group in of_env):
             metrics[f"reward/{env}/length_penalty"] = penalty / sum(
-                len(group.rewards) for group in own
+                len(group.rewards) for group in of_env
             )
-        if replaced := sum(group.why == "no_signal" for group in own):
+        if replaced := sum(group.why == "no_signal" for group in of_env):
             metrics[f"rollouts/{env}/replaced_groups"] = replaced
         if filtered := sum(rollout.filtered for rollout in rollouts):
             metrics[f"rollouts/{env}/filtered"] = filtered / len(rollouts)

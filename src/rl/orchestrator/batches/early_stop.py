@@ -76,11 +76,11 @@ class RewardHistory(msgspec.Struct, kw_only=True):
                 f"reward ({self.histogram()})",
                 "early",
             )
-        given = ", ".join(
+        only_rewards = ", ".join(
             f"{env} has given no reward other than {self.ranges[env][0]:g}" for env in constant
         )
         return (
-            f"nothing to learn: since the first rollout, {given}. Either the task is that "
+            f"nothing to learn: since the first rollout, {only_rewards}. Either the task is that "
             "easy, or the reward is wrong",
             "doubtful",
         )

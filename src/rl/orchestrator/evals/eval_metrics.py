@@ -51,11 +51,11 @@ def episodes(rollouts: Sequence[Rollout]) -> list[EpisodeScore]:
     """Returns the scores of one example's episodes. With several agents, an episode's reward is
     the mean over the trainable ones (over all if none is); a failed rollout counts as 0 and
     marks the episode as failed."""
-    parts: dict[int, list[Rollout]] = defaultdict(list)
+    by_episode: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        parts[rollout.episode].append(rollout)
+        by_episode[rollout.episode].append(rollout)
     played = []
-    for episode in parts.values():
+    for episode in by_episode.values():
         counted = [rollout for rollout in episode if rollout.trainable] or episode
         reward = statistics.fmean(0.0 if rollout.error else rollout.reward for rollout in counted)
         played.append(EpisodeScore(reward, any(rollout.error for rollout in episode)))
@@ -128,8 +128,10 @@ def eval_metrics(label: str, results: Results) -> dict[str, float]:
     metrics["errored"] = statistics.fmean(play.failed for group in played for play in group)
     metrics["truncated"] = statistics.fmean(rollout.truncated for rollout in rollouts)
     metrics |= agent_rewards(results)
-    own = {name: statistics.fmean(values) for name, values in metric_values(rollouts).items()}
-    return {f"eval/{label}/{name}": float(value) for name, value in (metrics | own).items()}
+    own_metrics = {
+        name: statistics.fmean(values) for name, values in metric_values(rollouts).items()
+    }
+    return {f"eval/{label}/{name}": float(value) for name, value in (metrics | own_metrics).items()}
 
 
 def agent_rewards(results: Results) -> dict[str, float]:

@@ -48,7 +48,7 @@ class PromptToken(msgspec.Struct):
     logprob: float
 
 
-class Choice(msgspec.Struct):
+class ScoredPrompt(msgspec.Struct):
     """The part of a completion that is used."""
 
     prompt_logprobs: list[dict[int, PromptToken] | None] | None = None
@@ -58,7 +58,7 @@ class Choice(msgspec.Struct):
 class Completion(msgspec.Struct):
     """The answer to /completions."""
 
-    choices: list[Choice]
+    choices: list[ScoredPrompt]
 
 
 class ServedModel(msgspec.Struct):
@@ -284,12 +284,12 @@ def read_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
 
 
 def make_teachers(
-    default: TeacherConfig | None, own: dict[str, TeacherConfig | None]
+    default: TeacherConfig | None, by_label: dict[str, TeacherConfig | None]
 ) -> dict[str, Teacher]:
     """Returns the teacher of each environment that has one, by its own setting or the default;
     equal settings share a teacher."""
     by_env: dict[str, Teacher] = {}
-    for env, config in own.items():
+    for env, config in by_label.items():
         if config := config or default:
             same = (teacher for teacher in by_env.values() if teacher.config == config)
             by_env[env] = next(same, None) or Teacher(config)

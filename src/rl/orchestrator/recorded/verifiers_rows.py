@@ -90,9 +90,9 @@ def logprobs_of(turn: Row, saved: list[float] | None) -> list[float] | None:
 def message_of(message: Row) -> Row:
     """Returns a message in the form of chat APIs: calls are JSON text in the classic API, and
     have no `function` in v1."""
-    made = [chat_call(call) for call in message.get("tool_calls") or ()]
+    calls = [chat_call(call) for call in message.get("tool_calls") or ()]
     return {key: value for key, value in message.items() if value is not None} | (
-        {"tool_calls": made} if made else {}
+        {"tool_calls": calls} if calls else {}
     )
 
 
@@ -143,14 +143,14 @@ def temperature_of(trace: Row) -> float | None:
     """Returns the temperature of the calls of a trace that were answered; None if it is not
     recorded. Raises RunError if they differ."""
     answered = [call for call in trace.get("calls", ()) if not call.get("error")]
-    found = {(call.get("sampling") or {}).get("temperature") for call in answered} or {None}
-    if len(found) > 1:
-        values = ", ".join(sorted(map(str, found)))
+    temperatures = {(call.get("sampling") or {}).get("temperature") for call in answered} or {None}
+    if len(temperatures) > 1:
+        values = ", ".join(sorted(map(str, temperatures)))
         raise RunError(
             f"calls: sampled at several temperatures ({values}), but a rollout is trained at "
             "one; leave it out"
         )
-    return found.pop()
+    return temperatures.pop()
 
 
 def path_to(nodes: list[Row], last: int) -> list[int]:

@@ -146,8 +146,8 @@ class TaskSource:
 
     def _task(self, env: str) -> int:
         """Returns the next task in the environment's order."""
-        place, size = self.issued[env] + self.skipped[env], self.envs[env].size
-        return place if size is None else self._order(env, size, place // size)[place % size]
+        turn, size = self.issued[env] + self.skipped[env], self.envs[env].size
+        return turn if size is None else self._order(env, size, turn // size)[turn % size]
 
     def _skips(self, env: str) -> bool:
         """Whether the next task is skipped: by its pool's weight, with a fixed random draw for

@@ -2,7 +2,7 @@
 interpreter and its packages, and nothing else in the directories that contain them."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from rl.config.environment_id import module_file, module_name
@@ -26,16 +26,17 @@ def named_files(env: EnvSpec, python: str, read: Collection[str], run_dir: Path)
             raise RunError(
                 f"read names {text!r}, but {path} does not exist: correct it, or leave it out"
             )
-        if str(real) in OWN or any(
-            real.is_relative_to(one) for one in ("/proc", "/sys", "/dev", run)
-        ):
-            what = (
-                "a part of the run directory, which is always hidden"
-                if real.is_relative_to(run)
-                else "its own: name files in it"
-            )
-            raise RunError(f"{text!r} cannot be shown in a sandbox, in which {path} is {what}")
+        hidden = f"{text!r} cannot be shown in a sandbox, in which {path} is"
+        if real.is_relative_to(run):
+            raise RunError(f"{hidden} a part of the run directory, which is always hidden")
+        if str(real) in OWN or is_below(real, ("/proc", "/sys", "/dev")):
+            raise RunError(f"{hidden} its own: name files in it")
     return {straight(text) for text in (*rows, *read)} | set(modules(env, python))
+
+
+def is_below(path: Path, folders: Iterable[str | Path]) -> bool:
+    """Whether a path is one of some folders, or in one."""
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 def straight(text: str | Path) -> Path:
@@ -75,38 +76,32 @@ def interpreter_places(python: Path) -> tuple[set[Path], dict[Path, Path]]:
     packages elsewhere), and a map from the links outside of these by which it is started to
     their targets. Raises RunError if one of them contains the home directory."""
     python = straight(python)
-    place, started = python.parent.parent, [python]
-    found, packages = set[Path](), set[Path]()
-    if (place / "pyvenv.cfg").is_file():
-        base, found = interpreter_fact(place, "home"), {place}
-        started += [one for one in [Path(base, python.resolve().name)] if base and one.exists()]
-        if base and Path(base).resolve().parent in {one.resolve().parent.parent for one in started}:
-            found.add(Path(base).parent)  # the same directory by another name
-        packages = set(outside(place))
-    found |= {one.resolve().parent.parent for one in started}
-    for one in found - {Path("/")}:
-        if Path.home().resolve().is_relative_to(one.resolve()) and not is_system(one):
-            remedy = "use one that has a directory of its own, such as a virtual environment"
+    home, started = python.parent.parent, [python]
+    shown, packages = set[Path](), set[Path]()
+    if (home / "pyvenv.cfg").is_file():
+        shown, packages = {home}, set(outside(home))
+        if base := interpreter_fact(home, "home"):
+            folders = {python.resolve().parents[1]}
+            if (real := Path(base, python.resolve().name)).exists():
+                started.append(real)
+                folders.add(real.resolve().parents[1])
+            if Path(base).resolve().parent in folders:
+                shown.add(Path(base).parent)  # the same directory by another name
+    shown |= {path.resolve().parents[1] for path in started}
+    for folder in shown - {Path("/")}:
+        if Path.home().resolve().is_relative_to(folder.resolve()) and not is_below(folder, SYSTEM):
             raise RunError(
-                f"the interpreter {python} belongs to {one}, all of which would be visible "
-                f"in its sandbox; {remedy}"
+                f"the interpreter {python} belongs to {folder}, all of which would be visible "
+                "in its sandbox; use one that has a directory of its own, such as a virtual "
+                "environment"
             )
-    found |= packages
-    links = {
-        link: one.resolve()
-        for one in started
-        for link in hops(one)
-        if link != one.resolve() and not is_system(link)
+    shown |= packages
+    return shown, {
+        link: path.resolve()
+        for path in started
+        for link in hops(path)
+        if link != path.resolve() and not is_below(link, {*SYSTEM, *shown} - {Path("/")})
     }
-    return found, {
-        link: real
-        for link, real in links.items()
-        if not any(link.is_relative_to(one) for one in found - {Path("/")})
-    }
-
-
-def is_system(path: Path) -> bool:
-    return any(path.is_relative_to(one) for one in SYSTEM)
 
 
 def hops(path: Path) -> Iterator[Path]:
@@ -127,13 +122,14 @@ def with_targets(folder: Path) -> Iterator[Path]:
 def followed(paths: set[Path]) -> set[Path]:
     """Returns the paths; one that is reached through a link in a visible directory is replaced
     by its target, since the link is visible."""
-    found = set()
+    shown = set()
     for path in paths:
-        holders = [one for one in paths if path != one and path.is_relative_to(one)]
-        by_link = any(path.resolve() != one.resolve() / path.relative_to(one) for one in holders)
-        outer = {hop for hop in hops(path) if not any(hop.is_relative_to(one) for one in holders)}
-        found |= {path.resolve(), *outer} if by_link else {path}
-    return found
+        holders = [holder for holder in paths if path != holder and path.is_relative_to(holder)]
+        if any(path.resolve() != holder.resolve() / path.relative_to(holder) for holder in holders):
+            shown |= {path.resolve(), *(hop for hop in hops(path) if not is_below(hop, holders))}
+        else:
+            shown.add(path)
+    return shown
 
 
 # The run directory --------------------------------------------------------------------------------
@@ -147,27 +143,23 @@ def hidden_places(run_dir: Path, seen: set[Path]) -> set[Path]:
     tokens there.
     """
     real = run_dir.resolve()
-    found = {
-        path
-        for path in (run_dir.absolute(), real)
-        if not any(path.is_relative_to(one) for one in seen)
-    }
-    found |= set(places_of(real, seen))
+    hidden = {path for path in (run_dir.absolute(), real) if not is_below(path, seen)}
+    hidden |= set(places_of(real, seen))
     runs = set(places_of(real.parent, seen))
     if runs & seen:
-        remedy = "set output_dir (`rl eval`, `rl collect`: TMPDIR) to a folder that holds only runs"
         raise RunError(
-            f"its sandbox would show {min(runs & seen)} with the tokens of all runs in it: {remedy}"
+            f"its sandbox would show {min(runs & seen)} with the tokens of all runs in it: set "
+            "output_dir (`rl eval`, `rl collect`: TMPDIR) to a folder that holds only runs"
         )
-    return {path for path in found if not any(path.is_relative_to(one) for one in runs)} | runs
+    return {path for path in hidden if not is_below(path, runs)} | runs
 
 
 def places_of(directory: Path, seen: set[Path]) -> Iterator[Path]:
     """Yields the paths at which a directory is visible in `seen`. `directory` must not contain
     links."""
-    for one in filter(Path.is_dir, seen):
+    for folder in filter(Path.is_dir, seen):
         for i in range(1, len(directory.parts) + 1):
             rest = directory.parts[i:]
-            inner = one.resolve().joinpath(*rest)
+            inner = folder.resolve().joinpath(*rest)
             if inner.is_dir() and inner.resolve() == inner and inner.samefile(directory):
-                yield one.joinpath(*rest)
+                yield folder.joinpath(*rest)

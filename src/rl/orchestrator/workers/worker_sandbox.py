@@ -151,7 +151,7 @@ def view(setup: WorkerSetup, run_dir: Path) -> str:
     return f"{text}; add anything else it needs with `read`"
 
 
-def variables_of(setup: WorkerSetup, given: Mapping[str, str]) -> dict[str, str]:
+def variables_of(setup: WorkerSetup, variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables that a confined worker gets; its HOME is its /tmp."""
     tables: list[dict[str, Any]] = [setup.env.args, setup.env.set_kwargs]
     named = {
@@ -164,6 +164,8 @@ def variables_of(setup: WorkerSetup, given: Mapping[str, str]) -> dict[str, str]
     if setup.policy.endpoint:
         named.add(setup.policy.endpoint.api_key_var)
     kept = {
-        name: value for name, value in given.items() if name in named or name.startswith(PREFIXES)
+        name: value
+        for name, value in variables.items()
+        if name in named or name.startswith(PREFIXES)
     }
     return kept | {"HOME": "/tmp"}
