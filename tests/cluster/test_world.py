@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rl.cluster import world as module
-from rl.cluster.world import Launcher, failure, mismatch
+from rl.cluster.world import Launcher, failure
 from rl.config.run import RLConfig
 from rl.run_dir.lease import lease_path
 from rl.run_dir.nodes import Nodes, NodeStatus, Stop, TrainerWorld
@@ -242,16 +242,6 @@ def test_one_that_starts_again_is_lost_to_the_world_of_its_former_self(config):
         assert (running.world(2).nodes, running.world(2).leases) == ([0, 1, 2], [1, 1, 2])
 
 
-def test_nobody_waits_twice_for_a_machine_that_is_lost(config, monkeypatch):
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
-        machines[2].die()
-        assert running.result() == KILLED
-        monkeypatch.setattr(module, "LEASE_S", 60.0)
-        assert Running(config).world(2).nodes == [0, 1]
-
-
 def test_one_that_comes_and_goes_is_not_taken_in(config, monkeypatch):
     monkeypatch.setattr(module, "SETTLE_S", 0.5)
     with cluster_of(config, 3) as machines:
@@ -416,11 +406,6 @@ def test_a_machine_whose_ranks_the_engine_has_told_to_end_is_no_death(config):
         running.world(1)
         machines[1].set(leaving=True, agent="ended", exit_code=143)
         assert running.world(2).nodes == [0, 2]
-
-
-def test_equal_machines_have_no_fault(config):
-    with cluster_of(config, 2) as machines:
-        assert mismatch({machine.status.index: machine.status for machine in machines}) == ""
 
 
 def test_ranks_that_were_killed_are_told_from_ranks_that_failed(config, tmp_path):

@@ -22,7 +22,7 @@ from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
-from rl.trainer.replay import FOUND, compare
+from rl.trainer.replay import LINES, compare
 from rl.trainer.start import start
 from rl.trainer.store.ranks import Ranks
 from rl.trainer.train import train
@@ -68,7 +68,7 @@ def replay(run_dir, config, root, world, **more):
         root, config.model.name, **config.trainer.model_dump() | {"data": {"replay": settings}}
     )
     trainer = train_here(config, world)
-    lines = [json.loads(line) for line in (config.run_dir.root / FOUND).read_text().splitlines()]
+    lines = [json.loads(line) for line in (config.run_dir.root / LINES).read_text().splitlines()]
     return (
         trainer,
         [line for line in lines if "version" in line],

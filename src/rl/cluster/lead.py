@@ -63,9 +63,9 @@ def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:
     OSError and Stopped."""
     line.resume = -1 if is_run(config.run_dir.root) else None
     again = resume_command(["@", str(config.run_dir.config)])
-    place = on_this_machine if plan(config).is_one_machine else on_a_cluster
+    placement = on_this_machine if plan(config).is_one_machine else on_a_cluster
     try:
-        return launch(config, line, children, again, place)
+        return launch(config, line, children, again, placement)
     except RoleTakenError as error:
         print(f"rl: {error}", file=sys.stderr)
         return TAKEN
