@@ -14,7 +14,7 @@ from rl.cluster.agent import Agent
 from rl.config.run import RLConfig
 from rl.launch.devices import Share, Split
 from rl.launch.roles import AGENT
-from rl.run_dir.nodes import World
+from rl.run_dir.nodes import TrainerWorld
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.children import PYTHON
 from tests.waiting import alive, until
@@ -69,8 +69,8 @@ def make(tmp_path, children, monkeypatch):
     return make_agent
 
 
-def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> World:
-    return World(
+def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> TrainerWorld:
+    return TrainerWorld(
         generation=generation,
         nodes=list(nodes),
         leases=[5] * len(nodes),

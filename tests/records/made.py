@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 
+import msgspec
+
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.eval_metrics import write_eval
 from rl.orchestrator.groups.group_credit import Rules, credit_group
+from rl.run_dir.events import Event, EventKind, append_event
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Start
 from rl.wire.batch_file import write_batch, write_rollouts
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, rollout_lines
@@ -19,36 +23,40 @@ RULES = {"sums": Rules(), "words": Rules()}
 
 def make_run(root: Path, **more) -> RunDir:
     """A directory with nothing but its configuration."""
-    settings = {
-        "name": root.name,
-        "output_dir": str(root.parent),
-        "model": {"name": "none"},
-        "max_steps": 9,
-    }
+    place = {"name": root.name, "output_dir": str(root.parent)}
     config = RLConfig.model_validate(
-        settings | {"orchestrator": {"environment": [{"id": "sums"}]}} | more
+        place
+        | {"model": {"name": "none"}, "max_steps": 9}
+        | {"orchestrator": {"environment": [{"id": "sums"}]}}
+        | more
     )
     write_config(config.run_dir.config, config)
     return config.run_dir
+
+
+def write_lines(path: Path, *lines: msgspec.Struct, tail: bytes = b"") -> None:
+    """Appends JSON lines, and perhaps the beginning of another one."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab") as file:
+        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + tail)
+
+
+def clock(process: str, time: float = 1000.0, monotonic: float = 0.0) -> Start:
+    """The first line of a file of spans."""
+    return Start(process=process, pid=1, host="h", place="", time=time, monotonic=monotonic)
+
+
+def note(run_dir: RunDir, time: float, event: EventKind, process: str = "rl", **more) -> None:
+    append_event(run_dir.events, Event(time=time, event=event, process=process, **more))
 
 
 def rollout(reward: float, version: int = 0, text: str = "four", **more) -> Rollout:
     """One answer of three tokens."""
     spans = [VersionSpan(version, 3)]
     turn = Turn.of([1, 2], [3, 4, 5], [-0.5, -1.0, -0.25], spans)
-    messages = more.pop(
-        "messages", [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": text}]
-    )
-    return Rollout(
-        **{
-            "turns": [turn],
-            "text": messages,
-            "reward": reward,
-            "metrics": {"exact": reward},
-            "stop": "stop",
-        }
-        | more
-    )
+    messages = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": text}]
+    fields = {"turns": [turn], "text": more.pop("messages", messages), "stop": "stop"}
+    return Rollout(**fields | {"reward": reward, "metrics": {"exact": reward}} | more)
 
 
 def group(
@@ -66,15 +74,10 @@ def write_step(run_dir: RunDir, step: int, groups: list[Group]) -> None:
 
 def write_eval_of(run_dir: RunDir, version: int, rewards: list[float]) -> None:
     """An evaluation `held-out` of a version, an example for each reward."""
-    write_eval(
-        run_dir.eval(version, "held-out"),
-        version,
-        "held-out",
-        [(i, [rollout(r, version)]) for i, r in enumerate(rewards)],
-    )
-    MetricsLog(run_dir.metrics, "eval").write(
-        version, {"eval/held-out/reward_mean": sum(rewards) / len(rewards)}
-    )
+    results = [(i, [rollout(reward, version)]) for i, reward in enumerate(rewards)]
+    write_eval(run_dir.eval(version, "held-out"), version, "held-out", results)
+    mean = sum(rewards) / len(rewards)
+    MetricsLog(run_dir.metrics, "eval").write(version, {"eval/held-out/reward_mean": mean})
     best = {"held-out": {"policy_version": version, "reward_mean": 0.0}}
     (run_dir.evals / "best.json").write_text(json.dumps(best))
 

@@ -2,26 +2,15 @@
 
 import types
 
-import msgspec
 import pytest
 
 from rl.records.run import Run
 from rl.records.spans import Done
 from rl.records.timeline import Timeline, spread
-from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.spans import DECODER, Gauges, Span, Start
+from rl.run_dir.spans import DECODER, Gauges, Span
 from rl.run_dir.status import Phase, RoleStatus, archive_status, write_status
-from tests.records.made import make_run
-
-
-def write(path, *lines, tail=b""):
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines) + tail)
-
-
-def start(process, time, monotonic):
-    return Start(process=process, pid=1, host="h", place="", time=time, monotonic=monotonic)
+from tests.records.made import clock, make_run, note, write_lines
 
 
 @pytest.fixture
@@ -29,52 +18,38 @@ def run(tmp_path):
     """The trainer's clock stands at 100 when it is 1000, that of inference at 5, and after its
     second start at 1."""
     run_dir = make_run(tmp_path / "x")
-    one, two = (
-        Span(name="forward_backward", begin=100.0, end=102.0, lane="step", step=1),
-        Span(name="optimizer", begin=102.0, end=103.0),
-    )
-    write(run_dir.spans / "trainer.jsonl.old", start("trainer", 1000.0, 100.0), one)
-    write(
+    forward = Span(name="forward_backward", begin=100.0, end=102.0, lane="step", step=1)
+    optimizer = Span(name="optimizer", begin=102.0, end=103.0)
+    write_lines(run_dir.spans / "trainer.jsonl.old", clock("trainer", 1000.0, 100.0), forward)
+    write_lines(
         run_dir.spans / "trainer.jsonl",
-        start("trainer", 1000.0, 100.0),
-        two,
+        clock("trainer", 1000.0, 100.0),
+        optimizer,
         tail=b'{"kind": "span", "na',
     )
     again = (
-        start("inference", 1010.0, 1.0),
+        clock("inference", 1010.0, 1.0),
         Span(name="pause", begin=2.0, end=2.5, lane="weights", step=1),
     )
     name = "inference-host.domain-8000"
-    write(
+    write_lines(
         run_dir.spans / f"{name}.jsonl",
-        start(name, 1000.0, 5.0),
+        clock(name, 1000.0, 5.0),
         Gauges(at=6.0, values={"requests": 3}),
         *again,
     )
     MetricsLog(run_dir.metrics, "orchestrator").write(1, {"reward/mean": 0.5})
-    append_event(
-        run_dir.events,
-        Event(time=1004.0, event="death", process="trainer", step=1, reason="killed"),
-    )
+    note(run_dir, 1004.0, "death", "trainer", step=1, reason="killed")
     return Run(run_dir.root)
 
 
 def test_a_start_behind_a_torn_line_counts(tmp_path):
     """The process before was killed within a line, and the next one begins in it."""
     run_dir = make_run(tmp_path / "x")
-    one, two = Span(name="a", begin=1.0, end=2.0), Span(name="b", begin=1.0, end=2.0)
-    lines = [
-        start("trainer", 1000.0, 0.0),
-        one,
-        b'{"kind":"span","na',
-        start("trainer", 91000.0, 0.0),
-        two,
-    ]
-    torn = b"".join(
-        line if isinstance(line, bytes) else msgspec.json.encode(line) + b"\n" for line in lines
-    )
-    run_dir.spans.mkdir()
-    (run_dir.spans / "trainer.jsonl").write_bytes(torn)
+    file = run_dir.spans / "trainer.jsonl"
+    torn = b'{"kind":"span","na'
+    write_lines(file, clock("trainer"), Span(name="a", begin=1.0, end=2.0), tail=torn)
+    write_lines(file, clock("trainer", 91000.0), Span(name="b", begin=1.0, end=2.0))
     assert [(done.name, done.begin) for done in Run(run_dir.root).timeline().spans] == [
         ("a", 1001.0),
         ("b", 91001.0),
@@ -137,15 +112,8 @@ def test_spans_that_overlap_have_lanes_of_their_own_in_a_trace(run):
 
 
 def doing(process, phase, since, heartbeat, step=None):
-    return RoleStatus(
-        process=process,
-        pid=1,
-        host="elsewhere",
-        phase=phase,
-        step=step,
-        since=since,
-        heartbeat=heartbeat,
-    )
+    times = {"since": since, "heartbeat": heartbeat}
+    return RoleStatus(process=process, pid=1, host="elsewhere", phase=phase, step=step, **times)
 
 
 def phases(run, process):
@@ -159,7 +127,7 @@ def phases(run, process):
 def test_what_a_process_is_in_is_an_open_span_until_the_newest_heartbeat_or_its_own_last(tmp_path):
     run_dir = make_run(tmp_path / "x")
     before = Span(name="waiting_for_batch", begin=1.0, end=5.001, lane="phase", step=3)
-    write(run_dir.spans / "trainer.jsonl", start("trainer", 1000.0, 0.0), before)
+    write_lines(run_dir.spans / "trainer.jsonl", clock("trainer"), before)
     statuses = {
         "trainer": doing("trainer", Phase.TRAINING, 1005.0, 1060.0, 3),
         "orchestrator": doing("orchestrator", Phase.FILLING_BATCH, 1004.0, 1061.5),
@@ -192,9 +160,9 @@ def test_until_its_first_span_a_process_starts(tmp_path):
         Span(name="starting", begin=9.0, end=10.0, lane="phase"),
         Span(name="serving", begin=40.0, end=41.0, lane="phase"),
     ]
-    write(run_dir.spans / "inference.jsonl", start("inference", 1000.0, 0.0), *spans)
+    write_lines(run_dir.spans / "inference.jsonl", clock("inference"), *spans)
+    note(run_dir, 1000.0, "start")
     for time, event, process in (
-        (1000.0, "start", "rl"),
         (1004.0, "start", "inference"),
         (1020.0, "death", "inference"),
         (1021.0, "restart", "inference"),
@@ -202,7 +170,7 @@ def test_until_its_first_span_a_process_starts(tmp_path):
         (1036.0, "death", "trainer"),
         (1037.0, "restart", "trainer"),
     ):
-        append_event(run_dir.events, Event(time=time, event=event, process=process))
+        note(run_dir, time, event, process)
     write_status(run_dir.status("inference"), doing("inference", Phase.SERVING, 1041.0, 1050.0))
     run = Run(run_dir.root)
     assert phases(run, "rl") == [("starting", 1000.0, 1004.0)]
@@ -224,18 +192,17 @@ def test_span_files_are_read_once_and_followed_when_a_full_one_becomes_the_old_o
         types.SimpleNamespace(decode=lambda text: decoded.append(text) or DECODER.decode(text)),
     )
     file = run_dir.spans / "trainer.jsonl"
-    write(file, start("trainer", 1000.0, 0.0), Span(name="a", begin=1.0, end=2.0))
+    write_lines(file, clock("trainer"), Span(name="a", begin=1.0, end=2.0))
     run = Run(run_dir.root)
 
     def names():
         return [done.name for done in run.timeline().spans]
 
     assert names() == names() == ["a"] and len(decoded) == 2
-    with file.open("ab") as appended:
-        appended.write(msgspec.json.encode(Span(name="b", begin=3.0, end=4.0)) + b"\n")
+    write_lines(file, Span(name="b", begin=3.0, end=4.0))
     file.rename(file.with_name("trainer.jsonl.old"))
-    write(file, start("trainer", 1000.0, 0.0), Span(name="c", begin=5.0, end=6.0))
+    write_lines(file, clock("trainer"), Span(name="c", begin=5.0, end=6.0))
     assert names() == ["a", "b", "c"] and len(decoded) == 5
     file.rename(file.with_name("trainer.jsonl.old"))
-    write(file, start("trainer", 1000.0, 0.0))
+    write_lines(file, clock("trainer"))
     assert names() == ["c"] and run.recording.ends == (1005.0, 1006.0) and len(decoded) == 6

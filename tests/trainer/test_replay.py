@@ -17,12 +17,12 @@ from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.digests import HASH
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
-from rl.trainer.replay import FOUND, compare
+from rl.trainer.replay import LINES, compare
 from rl.trainer.start import start
 from rl.trainer.store.ranks import Ranks
 from rl.trainer.train import train
@@ -68,7 +68,7 @@ def replay(run_dir, config, root, world, **more):
         root, config.model.name, **config.trainer.model_dump() | {"data": {"replay": settings}}
     )
     trainer = train_here(config, world)
-    lines = [json.loads(line) for line in (config.run_dir.root / FOUND).read_text().splitlines()]
+    lines = [json.loads(line) for line in (config.run_dir.root / LINES).read_text().splitlines()]
     return (
         trainer,
         [line for line in lines if "version" in line],
@@ -175,7 +175,9 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
     for name, lr in (("same", 1e-3), ("other", 2e-3)):
         config = make_config(tmp_path, parent.model.name, **parent.trainer.model_dump())
         config.name, config.trainer.optim.lr, config.trainer.checkpoint.interval = name, lr, 1
-        make(config, parent.run_dir, Origin(str(parent.run_dir.root), 2, 0.0, []), clean=False)
+        make(
+            config, parent.run_dir, BranchOrigin(str(parent.run_dir.root), 2, 0.0, []), clean=False
+        )
         write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
         for batch in batches[2:]:
             write_batch(config.run_dir.batch(batch.step), batch, {})

@@ -4,18 +4,26 @@ import json
 import time
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.nodes import Nodes, NodeStatus, World
+from rl.run_dir.nodes import Nodes, NodeStatus, TrainerWorld
 from rl.run_dir.paths import RunDir
-from rl.run_dir.spans import Span, Start
+from rl.run_dir.spans import Span
 from rl.run_dir.token_log import CLIPPED, write_token_log
-from tests.records.made import group, make_run, sample, write_eval_of, write_samples, write_step
+from tests.records.made import (
+    clock,
+    group,
+    make_run,
+    note,
+    sample,
+    write_eval_of,
+    write_lines,
+    write_samples,
+    write_step,
+)
 
 HOSTILE = (
     "<script>window.hacked = 1</script>",
@@ -48,29 +56,13 @@ def make_cluster_run(root: Path) -> RunDir:
     run_dir = make_run(root, cluster={"nodes": 3})
     write_numbers(run_dir, [0.1, 0.2])
     nodes, now = Nodes(run_dir), time.time()
-    about = {
-        "address": "",
-        "port": 0,
-        "gpus": 8,
-        "software": "",
-        "config": "",
-        "lease": 1,
-        "pid": 1,
-        "started": now - 7200,
-    }
-    for index, roles in ((0, ["trainer", "leader"]), (1, ["inference"])):
-        place, ranks = f"elsewhere-{index}", 8 if index == 0 else 0
-        status = NodeStatus(
-            index=index,
-            host=f"<b>host{index}",
-            roles=roles,
-            ranks=ranks,
-            place=place,
-            heartbeat=now - 600,
-            **about,
-        )
+    about = dict.fromkeys(("address", "software", "config"), "") | {"port": 0, "gpus": 8}
+    about |= {"lease": 1, "pid": 1, "started": now - 7200, "heartbeat": now - 600}
+    for index, roles, ranks in ((0, ["trainer", "leader"], 8), (1, ["inference"], 0)):
+        names = {"host": f"<b>host{index}", "place": f"elsewhere-{index}"}
+        status = NodeStatus(index=index, roles=roles, ranks=ranks, **names, **about)
         nodes.write(nodes.status_path(index), status)
-    nodes.write(nodes.world_path, World(generation=0, nodes=[0], leases=[1], ranks=[8]))
+    nodes.write(nodes.world_path, TrainerWorld(generation=0, nodes=[0], leases=[1], ranks=[8]))
     run_dir.logs.mkdir(exist_ok=True)
     for name in ("rl-1", "trainer-node0-1", "trainer-node1-1"):
         (run_dir.logs / f"{name}.log").write_text(f"of {name}\n")
@@ -81,28 +73,14 @@ def write_numbers(run_dir: RunDir, rewards: list[float]) -> None:
     """Metrics of each step, one of them with a name that is markup."""
     run_dir.status_dir.mkdir(parents=True, exist_ok=True)
     orchestrator, trainer = (
-        MetricsLog(run_dir.metrics, "orchestrator"),
-        MetricsLog(run_dir.metrics, "trainer"),
+        MetricsLog(run_dir.metrics, name) for name in ("orchestrator", "trainer")
     )
+    hostile = "<img src=x onerror=window.hacked=1>"
+    times = {"time/step": 2.0, "time/forward_backward": 1.0, "perf/tokens_per_s": 100.0}
     for step, reward in enumerate(rewards, start=1):
-        orchestrator.write(
-            step,
-            {
-                "reward/mean": reward,
-                "rollouts/finished": 8,
-                "lag/mean": 0.5,
-                "<img src=x onerror=window.hacked=1>": 1.0,
-            },
-        )
-        trainer.write(
-            step,
-            {
-                "loss/mean": -reward,
-                "time/step": 2.0,
-                "time/forward_backward": 1.0,
-                "perf/tokens_per_s": 100.0,
-            },
-        )
+        counts = {"rollouts/finished": 8, "lag/mean": 0.5, hostile: 1.0}
+        orchestrator.write(step, {"reward/mean": reward} | counts)
+        trainer.write(step, {"loss/mean": -reward} | times)
 
 
 def write_rollouts(run_dir: RunDir) -> None:
@@ -112,39 +90,21 @@ def write_rollouts(run_dir: RunDir) -> None:
         for rollout, text in zip(
             hostile.rollouts, (HOSTILE[step % len(HOSTILE)], "\n".join(HOSTILE)), strict=True
         ):
-            call = {
-                "id": "c",
-                "function": {"name": "<b>tool</b>", "arguments": json.dumps({"code": text})},
-            }
+            function = {"name": "<b>tool</b>", "arguments": json.dumps({"code": text})}
+            thought = f"<think>let me see {text}</think>calling"
+            image = {"type": "image_url", "image_url": {"url": "javascript:1"}}
+            calls = [{"id": "c", "function": function}]
             rollout.text = [
                 {"role": "system", "content": "<style>*{display:none}</style>"},
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": text},
-                        {"type": "image_url", "image_url": {"url": "javascript:1"}},
-                    ],
-                },
-                {
-                    "role": "assistant",
-                    "content": f"<think>let me see {text}</think>calling",
-                    "tool_calls": [call],
-                },
+                {"role": "user", "content": [{"type": "text", "text": text}, image]},
+                {"role": "assistant", "content": thought, "tool_calls": calls},
                 {"role": "tool", "content": f"Error: no such file {text}", "tool_call_id": "c"},
                 {"role": "<i>odd</i>", "content": LONG if step == 1 else text},
             ]
-        trained = group(
-            10 * step,
-            [0.0, 1.0],
-            task=step % 2,
-            version=step - 1,
-            text=f"the answer is {step} and no more",
-        )
-        write_step(
-            run_dir,
-            step,
-            [trained, group(10 * step + 1, [1.0, 1.0], task=2, version=step - 1), hostile],
-        )
+        said = f"the answer is {step} and no more"
+        trained = group(10 * step, [0.0, 1.0], task=step % 2, version=step - 1, text=said)
+        equal = group(10 * step + 1, [1.0, 1.0], task=2, version=step - 1)
+        write_step(run_dir, step, [trained, equal, hostile])
     write_eval_of(run_dir, 0, [0.0, 1.0, 0.0])
     write_eval_of(run_dir, STEPS, [1.0, 1.0, 0.0])
 
@@ -168,24 +128,15 @@ def write_tokens(run_dir: RunDir) -> None:
 
 def write_times(run_dir: RunDir) -> None:
     """Spans of two processes, a death, a log."""
-    run_dir.spans.mkdir(parents=True, exist_ok=True)
     now = time.time() - 60
     for process in ("trainer", "orchestrator"):
-        lines = [Start(process=process, pid=1, host="h", place="", time=now, monotonic=100.0)]
-        lines += [
-            Span(
-                name="forward_backward", begin=100.0 + 5 * i, end=103.0 + 5 * i, lane="step", step=i
-            )
-            for i in range(6)
+        spans = [
+            Span(name="forward_backward", begin=begin, end=begin + 3, lane="step", step=i)
+            for i, begin in enumerate(np.arange(100.0, 130.0, 5.0).tolist())
         ]
-        (run_dir.spans / f"{process}.jsonl").write_bytes(
-            b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-        )
-    append_event(run_dir.events, Event(time=now, event="start", process="rl"))
-    append_event(
-        run_dir.events,
-        Event(time=now + 12, event="death", process="trainer", step=3, reason="<b>killed</b>"),
-    )
+        write_lines(run_dir.spans / f"{process}.jsonl", clock(process, now, 100.0), *spans)
+    note(run_dir, now, "start")
+    note(run_dir, now + 12, "death", "trainer", step=3, reason="<b>killed</b>")
     run_dir.logs.mkdir(exist_ok=True)
     (run_dir.logs / "trainer-1.log").write_text(
         "<script>window.hacked = 1</script>\nValueError: \x1b[31mred\n"

@@ -1,24 +1,21 @@
 """Runs of which files are damaged, odd, or not to be read: each says so in its own row, and
 hides no other."""
 
-import json
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rl.models.tiny import byte_tokenizer
 from rl.records.run import Run
-from rl.run_dir.events import Event, append_event
 from rl.run_dir.paths import RunDir
-from rl.run_dir.spans import Span, Start
+from rl.run_dir.spans import Span
 from rl.view.library import Library
 from rl.view.responses import RunRow
 from rl.view.rollouts import Wanted
 from rl.view.routes import Handlers
 from rl.view.tokens import piece
-from tests.records.made import group, make_run, write_step
+from tests.records.made import clock, group, make_run, note, write_lines, write_step
 from tests.view.made import write_numbers
 from tests.view.privileges import denied
 
@@ -54,22 +51,6 @@ def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
     )["step"].max() == 6
 
 
-def test_metrics_without_end_are_bounded_and_said_to_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.run_dir.numbers.MOST_NAMES", 3)
-    files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    with files.metrics.open("a") as file:
-        file.writelines(
-            json.dumps({"step": 9, "source": "stranger", f"m{i}": i}) + "\n" for i in range(9)
-        )
-    names = [metric.name for metric in handlers.metrics(run=["x"]).metrics]
-    assert {"m0", "m1", "m2"} < {*names} and "m3" not in names
-    said = [finding.text for finding in handlers.health(run="x").findings]
-    assert any(
-        "has more than 10,000 metrics of the stranger; the others are shown nowhere" in text
-        for text in said
-    )
-
-
 def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
     made(tmp_path / "x")
 
@@ -84,13 +65,9 @@ def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
 def test_times_that_no_clock_shows_are_passed_over(tmp_path):
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
     for time in (1e300, -1e300):
-        append_event(files.events, Event(time=time, event="death", process="trainer"))
-    files.spans.mkdir()
-    start = Start(process="trainer", pid=1, host="h", place="", time=1000.0, monotonic=0.0)
+        note(files, time, "death", "trainer")
     spans = [Span(name="a", begin=1.0, end=1e300), Span(name="b", begin=3.0, end=1.0)]
-    (files.spans / "trainer.jsonl").write_text(
-        "".join(json.dumps(msgspec.to_builtins(line)) + "\n" for line in (start, *spans))
-    )
+    write_lines(files.spans / "trainer.jsonl", clock("trainer"), *spans)
     files.status("trainer").write_text(
         '{"process": "trainer", "pid": 1, "phase": "training", "since": 1e300, "heartbeat": 1e300}'
     )
@@ -125,21 +102,20 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
     names = ("folder", "config", "status", "metrics", "sources", "events", "rollouts", "evals")
     runs = {name: made(tmp_path / name) for name in names}
     for files in runs.values():
-        append_event(files.events, Event(time=1000.0, event="start", process="rl"))
+        note(files, 1000.0, "start")
         files.evals.mkdir()
         files.metrics.write_bytes((files.metrics.with_suffix("") / "trainer.jsonl").read_bytes())
     handlers = Handlers(Library([tmp_path]))
     rows(handlers)
-    shut = {
-        "folder": runs["folder"].root,
-        "config": runs["config"].config,
-        "status": runs["status"].status_dir,
-        "metrics": runs["metrics"].metrics,
-        "sources": runs["sources"].metrics.with_suffix(""),
-        "events": runs["events"].events,
-        "rollouts": runs["rollouts"].rollouts_dir,
-        "evals": runs["evals"].evals,
+    folders = {
+        "folder": "",
+        "config": "config.toml",
+        "status": "status",
+        "metrics": "metrics.jsonl",
+        "sources": "metrics",
+        "events": "events.jsonl",
     }
+    shut = {name: tmp_path / name / folders.get(name, name) for name in names}
     with denied(*shut.values()):
         handlers = Handlers(Library([tmp_path]))
         answer = handlers.runs()
@@ -150,23 +126,15 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
         )
         assert found["good"].step == 4
         for name in ("config", "status", "metrics", "sources", "events", "evals"):
-            assert (found[name].state, "Permission denied" in found[name].why) == (
-                "unreadable",
-                True,
-            ), name
-            health = handlers.health(name)
-            assert (health.state, "Permission denied" in health.bottleneck) == (
-                "unreadable",
-                True,
-            ), name
+            row, health = found[name], handlers.health(name)
+            assert row.state == health.state == "unreadable", name
+            assert "Permission denied" in row.why and "Permission denied" in health.bottleneck, name
         assert (found["rollouts"].state, found["rollouts"].step, found["evals"].step) == (
             "stopped",
             4,
             4,
         )
-        assert any(
-            "Permission denied" in finding.text for finding in handlers.health("rollouts").findings
-        )
+        assert "Permission denied" in str(handlers.health("rollouts").findings)
         for name in ("rollouts", "evals"):
             assert "Permission denied" in "".join(handlers.rollouts(Wanted(run=name)).damaged)
         assert handlers.rollouts(Wanted(run="evals")).total == 2

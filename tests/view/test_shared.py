@@ -1,23 +1,22 @@
 """Many who look at many runs: a slow run keeps no other waiting, and what was read is not read
 again."""
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rl.records.run import Run
 from rl.run_dir import metrics
+from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
-from rl.run_dir.spans import Gauges, Span, Start
+from rl.run_dir.spans import Gauges, Span
 from rl.view.library import Library, UnknownRunError
 from rl.view.rollouts import Wanted
 from rl.view.routes import Handlers
-from tests.records.made import group, make_run, write_step
+from tests.records.made import clock, group, make_run, write_lines, write_step
 from tests.view.made import write_numbers
 
 SPANS = 3000
@@ -28,25 +27,14 @@ def made(root: Path, steps: int = 4, answer: str = "four") -> RunDir:
     run_dir = make_run(root)
     write_numbers(run_dir, [0.5] * steps)
     write_step(run_dir, 1, [group(1, [0.0, 1.0], text=answer)])
-    run_dir.spans.mkdir()
     for process in ("trainer", "inference"):
-        start = Start(process=process, pid=1, host="h", place="", time=10_000.0, monotonic=0.0)
-        lines = [
+        spans = [
             Span(name="sampling", begin=float(i), end=i + 0.5, lane="step", step=i)
             for i in range(SPANS)
         ]
-        write(
-            run_dir.spans / f"{process}.jsonl",
-            start,
-            *lines,
-            Gauges(at=float(SPANS), values={"requests": 1.0}),
-        )
+        gauges = Gauges(at=float(SPANS), values={"requests": 1.0})
+        write_lines(run_dir.spans / f"{process}.jsonl", clock(process, 10_000.0), *spans, gauges)
     return run_dir
-
-
-def write(path: Path, *lines: Start | Span | Gauges) -> None:
-    with path.open("ab") as file:
-        file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
 def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
@@ -103,11 +91,7 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
         and health.lines[0].startswith("step 50 of 9")
         and "2.0 s per step" in health.lines[0]
     )
-    with (files.metrics.with_suffix("") / "trainer.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"step": 51, "time": time.time(), "source": "trainer", "loss/mean": 0.5})
-            + "\n"
-        )
+    MetricsLog(files.metrics, "trainer").write(51, {"loss/mean": 0.5})
     assert handlers.health(run="x").lines[0].startswith("step 51 of 9") and len(parsed) == 1
     assert (before, handlers.runs().runs[0].step, len(parsed)) == (50, 51, 1)
 

@@ -133,7 +133,7 @@ def stays(config: RLConfig) -> bool:
 def render(config: RLConfig, run_dir: RunDir) -> str:
     """Returns the commands of the actors."""
     places = [place_of(run_dir, index) for index in range(cluster_of(config).nodes)]
-    return "".join(f"rl node {shlex.join(place)}\n" for place in places)
+    return "".join(f"rl node {shlex.join(words)}\n" for words in places)
 
 
 def place_of(run_dir: RunDir, index: int) -> list[str]:
@@ -160,11 +160,11 @@ def run(
         remedy = "start one (`ray start --head`), or give its address as cluster.ray.address"
         raise RunError(f"no Ray cluster at {address}: {error}\n{remedy}") from None
     finally:
-        for signum, handler in handlers.items():  # Ray has put its own in their place
+        for signum, handler in handlers.items():  # Ray has put its own in their words
             signal.signal(signum, handler)
     driver, text = Driver(ray, config, run_dir, program), ""
     try:
-        driver.place()
+        driver.words()
         code = driver.watch()
     except Stopped as stop:
         children.stop_caught()
@@ -208,7 +208,7 @@ class Driver:
         self.starts = Counter[int]()
         self.variables = own_variables()
 
-    def place(self) -> None:
+    def words(self) -> None:
         """Gets the machines, and an actor on each. Raises RunError if Ray does not have them
         within cluster.join_timeout_s."""
         settings, count, util = self.cluster.ray, self.cluster.nodes, self.ray.util

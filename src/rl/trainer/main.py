@@ -147,8 +147,8 @@ def uses_gpus(config: RLConfig) -> bool:
     process if GPUs are asked for but missing."""
     import torch
 
-    found = torch.cuda.is_available()
-    if config.trainer.gpus and not found:
+    has_gpus = torch.cuda.is_available()
+    if config.trainer.gpus and not has_gpus:
         remedy = (
             "check nvidia-smi, and that torch is the GPU build (uv run --no-group cpu --group gpu)"
         )
@@ -157,7 +157,7 @@ def uses_gpus(config: RLConfig) -> bool:
             f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}",
             WRONG_SETTINGS,
         )
-    return config.trainer.gpus != 0 and found
+    return config.trainer.gpus != 0 and has_gpus
 
 
 def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:

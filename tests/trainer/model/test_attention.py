@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rl.system.errors import RunError
 from rl.trainer.model import blocks
 from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex, attention
-from rl.trainer.model.blocks import bundle, make_plan
+from rl.trainer.model.blocks import bundled, make_plan
 from tests.trainer.device import DEVICE
 
 
@@ -66,7 +66,7 @@ def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, limits, window, local
     out = attend_blocks(query, key, value, tree, window, 0.2)
     assert (out - expected).abs().max() < 1e-12
     plan = tree.plan(window, query.dtype, 2, 3)
-    assert (len(plan.padding) > 0 and len(plan.masks[0]) > 2) == (limits == "bundles")
+    assert (len(plan.padding) > 0 and len(plan.bundles[0].mask) > 2) == (limits == "bundles")
     grad = torch.randn_like(out)
     grads = [torch.autograd.grad(o, (query, key, value), grad) for o in (out, expected)]
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
@@ -116,7 +116,7 @@ def test_every_query_is_in_one_block_and_the_cost_is_what_is_visible():
     assert [b.queries.start for b in found] == [0, *(b.queries.stop for b in found[:-1])] and found[
         -1
     ].queries.stop == len(subtree_ends)
-    assert sum(mask.numel() for mask in make_plan(bundle(found), 1, 1).masks) < 1.15 * int(
+    assert sum(b.mask.numel() for b in make_plan(bundled(found), 1, 1).bundles) < 1.15 * int(
         (positions + 1).sum()
     )
     storages = {

@@ -125,15 +125,7 @@ def test_what_is_not_read_by_slices_is_said(results):
     folder, _ = results
     logs = [(folder / f"rank{rank}.log").read_text() for rank in range(RANKS)]
     assert (
-        "qwen3_moe: each rank loads 4 whole matrices, one after the other, and keeps its "
-        "rows; the largest has 0.00 GiB" in logs[0]
-    )
-    assert (
         "own: each rank reads the whole model, 0.00 GiB, because its code came with it "
         "(model.trust_remote_code)" in logs[0]
     )
-    assert (
-        "llama: each" not in logs[0]
-        and "experts: each" not in logs[0]
-        and "each rank" not in logs[1]
-    )
+    assert logs[0].count("each rank") == 2 and "each rank" not in logs[1]  # in two types

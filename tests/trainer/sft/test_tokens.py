@@ -15,14 +15,12 @@ from tokenizers import normalizers, processors
 from transformers import AutoTokenizer
 
 from rl.config.run import ModelConfig, RendererConfig, RLConfig
-from rl.config.sft import SftConfig
 from rl.launch.run import manifest_lines
 from rl.models.folder import resolve_model
 from rl.models.renderer import load_renderer
 from rl.models.tiny import CHAT_TEMPLATE, make_tiny_model, write_tokenizer
 from rl.system.errors import RunError
 from rl.trainer.sft import rows
-from rl.trainer.sft.rows import Source, refuse_split
 from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
 from rl.wire.batch_file import compress_rollouts
 from tests.models.conftest import DROPS_THINKING
@@ -880,13 +878,6 @@ def test_hugging_face_datasets(folders, tmp_path):
                 folders / "chatml",
                 **({"dataset": str(tmp_path / "saved")} | settings),
             )
-
-
-def test_a_subset_may_be_that_of_the_validation_alone(tmp_path):
-    file = Source(str(tmp_path / "x.jsonl"), "train", "sft.dataset")
-    refuse_split(file, SftConfig(dataset="x.jsonl", subset="s", validation="owner/name"))
-    with pytest.raises(RunError, match="has no subsets"):
-        refuse_split(file, SftConfig(dataset="x.jsonl", subset="s"))
 
 
 def test_the_runs_data_is_made_once(folders, tmp_path):

@@ -21,6 +21,7 @@ from rl.run_dir.checksums import first_difference
 from rl.run_dir.in_memory import opened
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import tensor_digests
+from rl.system.errors import RunError
 from rl.trainer.model import lora
 from rl.trainer.parallel.world import World, start_world
 from rl.trainer.replay import compare
@@ -113,7 +114,7 @@ def full(model: PreTrainedModel, base: Path, ranks: Ranks, path: Path) -> str:
     try:
         with patch("os.pwrite", pwrite if ranks.rank == ranks.size - 1 else real):
             version.write(path, new=True)
-    except OSError as error:
+    except (OSError, RunError) as error:
         return str(error)
     return ""
 

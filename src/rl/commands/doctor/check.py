@@ -3,13 +3,16 @@ of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rl.launch.children import Children
 from rl.run_dir.logs import last_lines
 from rl.system.children import PYTHON, Child
 
 GIB = 2**30
+Level = Literal["ok", "warn", "FAIL"]
+TIMEOUT_S = 300.0
+"""A cold start of vLLM from a slow disk takes a minute, to convert a packaged model more."""
 PROCESSES_GIB = 3.5
 """Memory of a run's processes without weights: Python, torch and vLLM twice, an environment's
 worker."""
@@ -22,8 +25,8 @@ old and the new version in bfloat16."""
 class Check:
     """The result of one check, one line of the output."""
 
-    level: Literal["ok", "warn", "FAIL"]
     name: str
+    level: Level
     text: str
     """The finding, with the remedy if it is a warning or a failure."""
 
@@ -31,17 +34,29 @@ class Check:
         return f"{self.level:<5} {self.name:<12} {self.text}"
 
 
+class ModuleAnswer(NamedTuple):
+    """What a module of rl has printed in a process of its own."""
+
+    fault: str
+    """How it failed, with the end of its log; empty if it did not."""
+    lines: list[str]
+    explains: bool
+    """Whether it has ended with exit code 1, so that its last line says why."""
+
+
 def needed_gib(parameters: float) -> float:
     """Returns roughly the memory in GiB of a run on one machine without GPUs."""
     return PROCESSES_GIB + parameters * BYTES_PER_PARAMETER / GIB
 
 
-def start_module(
+def ask(
     children: Children, work: Path, name: str, module: str, *args: str, **env: str
-) -> Child:
-    """Starts `python -m MODULE ARGS` as child `name`, with additional variables `env` and its
-    log in `work`."""
-    return children.start(name, [*PYTHON, "-m", module, *args], env, work / "logs")
+) -> ModuleAnswer:
+    """Runs `python -m MODULE ARGS` as child `name`, with additional variables `env` and its log in
+    `work`."""
+    child = children.start(name, [*PYTHON, "-m", module, *args], env, work / "logs")
+    fault, lines = fault_of(child, TIMEOUT_S), output(child)
+    return ModuleAnswer(fault, lines, child.exit_code == 1 and bool(lines))
 
 
 def output(child: Child) -> list[str]:
@@ -57,6 +72,5 @@ def fault_of(child: Child, timeout_s: float) -> str:
         return ""
     fault = child.ending() if code is not None else f"did not end within {timeout_s:.0f} s"
     child.kill_tree()
-    return f"{fault}; the end of its log:" + "".join(
-        f"\n        | {line}" for line in last_lines(child.log)[-6:]
-    )
+    lines = "".join(f"\n        | {line}" for line in last_lines(child.log)[-6:])
+    return f"{fault}; the end of its log:{lines}"

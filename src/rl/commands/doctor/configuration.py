@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl.commands.doctor.check import GIB, Check, fault_of, needed_gib, output, start_module
+from rl.commands.doctor.check import GIB, Check, ask, needed_gib
 from rl.commands.play_session import play_session
 from rl.config.check import exposure
 from rl.config.command_line import write_config
@@ -25,11 +25,9 @@ from rl.orchestrator.workers.setups import task_faults
 from rl.run_dir.access_token import given_token
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import machine, memory_bytes, visible_gpus
-from rl.system.terminal import say
+from rl.system.terminal import say, size
 from rl.wire.worker_messages import TEMPLATE_REMEDY, Ready
 
-MODEL_TIMEOUT_S = 300.0
-"""Includes the time to convert a packaged model."""
 CONNECT_S = 5.0
 FIND_MODEL, ASK_HUB, CHECK_ENGINE, ASK_SERVICE = (
     "rl.models.folder",
@@ -52,8 +50,8 @@ def config_checks(config: RLConfig, children: Children) -> Iterable[Check]:
     with tempfile.TemporaryDirectory(prefix="rl-doctor-") as folder:
         work = Path(folder)
         write_config(work / "config.toml", config)
-        found, model = find_model(config, work, children)
-        yield found
+        check, model = find_model(config, work, children)
+        yield check
         if config.is_remote:
             yield service(work, children)
         elif model:
@@ -70,12 +68,12 @@ def run_directory(config: RLConfig) -> Check:
     try:
         exists = is_run_or_free(root)
     except RunError as error:
-        return Check("FAIL", "run", str(error))
+        return Check("run", "FAIL", str(error))
     if not exists:
-        return Check("ok", "run", f"{root} is free")
+        return Check("run", "ok", f"{root} is free")
     if not config.run_dir.anything_made():
-        return Check("ok", "run", f"{root} is reused: the run in it has made nothing yet")
-    return Check("warn", "run", f"{root} exists: {REMEDY}")
+        return Check("run", "ok", f"{root} is reused: the run in it has made nothing yet")
+    return Check("run", "warn", f"{root} exists: {REMEDY}")
 
 
 def division(config: RLConfig) -> Check:
@@ -84,18 +82,17 @@ def division(config: RLConfig) -> Check:
         devices.check_build(config, machine())  # gpus() reports the rest
         split = devices.split(config, machine())
     except ConfigError as error:
-        return Check("FAIL", "devices", " ".join(str(error).split()))
+        return Check("devices", "FAIL", " ".join(str(error).split()))
+    if config.is_remote:
+        return Check("devices", "ok", "none: the service trains and samples")
 
     def describe(share: devices.Share) -> str:
         gpus = f"GPUs {','.join(map(str, share.gpus))} and " if share.gpus else ""
         return f"{gpus}{len(share.cores)} cores"
 
-    if config.is_remote:
-        return Check("ok", "devices", "none: the service trains and samples")
     text = f"trainer {describe(split.trainer)}, {split.ranks} rank{'s' if split.ranks > 1 else ''}"
-    if config.starts_inference:
-        text += f"; inference {describe(split.inference)}"
-    return Check("ok", "devices", text)
+    inference = f"; inference {describe(split.inference)}" if config.starts_inference else ""
+    return Check("devices", "ok", f"{text}{inference}")
 
 
 def exposed(config: RLConfig) -> Iterable[Check]:
@@ -104,81 +101,60 @@ def exposed(config: RLConfig) -> Iterable[Check]:
     try:
         given_token()
     except RunError as error:
-        yield Check("FAIL", "network", str(error))
+        yield Check("network", "FAIL", str(error))
     for text in texts:
-        yield Check("warn", "network", text)
-    if not texts and not config.sft:
-        yield Check("ok", "network", "everything listens on loopback only")
+        yield Check("network", "warn", text)
+    if not texts and config.kind != "sft":
+        yield Check("network", "ok", "everything listens on loopback only")
 
 
 def servers(config: RLConfig) -> Iterable[Check]:
     """Checks the servers that the run uses but does not start."""
     orchestrator = config.orchestrator
-    teachers = [
-        one.base_url
-        for one in (orchestrator.teacher, *(env.teacher for env in orchestrator.environment))
-        if one
-    ]
-    heads = [
-        env.head_server
-        for env in (*orchestrator.environment, *orchestrator.eval)
-        if env.head_server
-    ]
+    envs = [*orchestrator.environment, *orchestrator.eval]
+    teachers = [orchestrator.teacher, *(env.teacher for env in orchestrator.environment)]
     named = [("orchestrator.inference_urls", url) for url in orchestrator.inference_urls]
-    named += [("the teacher's base_url", url) for url in dict.fromkeys(teachers)] + [
-        ("head_server", url) for url in dict.fromkeys(heads)
-    ]
-    for key, url in named:
+    named += [("the teacher's base_url", teacher.base_url) for teacher in teachers if teacher]
+    named += [("head_server", env.head_server) for env in envs if env.head_server]
+    for key, url in dict.fromkeys(named):
         parts = urlsplit(url if "//" in url else f"//{url}")
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
             socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
-            yield Check("ok", "servers", f"{url} accepts connections")
+            yield Check("servers", "ok", f"{url} accepts connections")
         except (OSError, ValueError) as error:
-            yield Check(
-                "FAIL",
-                "servers",
-                f"{key} = {url}: {error}; start that server first, or fix the address",
-            )
+            remedy = "start that server first, or fix the address"
+            yield Check("servers", "FAIL", f"{key} = {url}: {error}; {remedy}")
 
 
 def wandb() -> Check:
     """Checks that there is a key for W&B."""
-    if os.environ.get("WANDB_MODE", "online") in ("offline", "disabled", "dryrun"):
-        return Check("ok", "wandb", f"WANDB_MODE={os.environ['WANDB_MODE']}: nothing is sent")
+    mode = os.environ.get("WANDB_MODE", "online")
+    if mode in ("offline", "disabled", "dryrun"):
+        return Check("wandb", "ok", f"WANDB_MODE={mode}: nothing is sent")
     netrc = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
-    if os.environ.get("WANDB_API_KEY") or (
-        netrc.is_file() and "wandb" in netrc.read_text(errors="replace")
-    ):
-        return Check("ok", "wandb", "a key is set")
-    return Check("warn", "wandb", "no key: `wandb login`, or WANDB_API_KEY, or WANDB_MODE=offline")
+    in_netrc = netrc.is_file() and "wandb" in netrc.read_text(errors="replace")
+    if os.environ.get("WANDB_API_KEY") or in_netrc:
+        return Check("wandb", "ok", "a key is set")
+    return Check("wandb", "warn", "no key: `wandb login`, or WANDB_API_KEY, or WANDB_MODE=offline")
 
 
 def find_model(config: RLConfig, work: Path, children: Children) -> tuple[Check, Path | None]:
     """Returns a check and the model's folder if it is on this machine; otherwise checks that the
     hub has it. Downloads nothing."""
-    name = config.model.name
-    child = start_module(
-        children, work, "model", FIND_MODEL, str(work / "config.toml"), HF_HUB_OFFLINE="1"
-    )
-    fault, lines = fault_of(child, MODEL_TIMEOUT_S), output(child)
-    if not fault:
-        return Check("ok", "model", f"{name}: {lines[-1]}"), Path(lines[-1])
+    name, file = config.model.name, str(work / "config.toml")
+    answer = ask(children, work, "model", FIND_MODEL, file, HF_HUB_OFFLINE="1")
+    if not answer.fault:
+        return Check("model", "ok", f"{name}: {answer.lines[-1]}"), Path(answer.lines[-1])
     is_path = name.startswith((".", "/", "~")) or Path(name).is_dir() or name.count("/") > 1
-    if child.exit_code == 1 and not is_path:
-        hub = start_module(children, work, "hub", ASK_HUB, name)
-        if not fault_of(hub, MODEL_TIMEOUT_S):
-            download = int(output(hub)[-1]) / GIB
-            return Check(
-                "ok",
-                "model",
-                f"{name}: not downloaded yet; the run downloads {download:.1f} GiB from the hub",
-            ), None
-    return Check(
-        "FAIL",
-        "model",
-        lines[-1] if child.exit_code == 1 and lines else f"looking for {name} {fault}",
-    ), None
+    if answer.explains and not is_path:
+        hub = ask(children, work, "hub", ASK_HUB, name)
+        if not hub.fault:
+            download = size(int(hub.lines[-1]))
+            text = f"{name}: not downloaded yet; the run downloads {download} from the hub"
+            return Check("model", "ok", text), None
+    text = answer.lines[-1] if answer.explains else f"looking for {name} {answer.fault}"
+    return Check("model", "FAIL", text), None
 
 
 def sizes(config: RLConfig, model: Path) -> Iterable[Check]:
@@ -188,42 +164,34 @@ def sizes(config: RLConfig, model: Path) -> Iterable[Check]:
     if not count:
         return
     if not visible_gpus(dict(os.environ)):
-        free, need = memory_bytes()[1] / GIB, needed_gib(count)
+        free, need = memory_bytes()[1], needed_gib(count)
         text = (
-            f"{count / 1e6:.0f}M weights need about {need:.0f} GiB on a CPU; {free:.1f} GiB are "
-            "free"
+            f"{count / 1e6:.0f}M weights need about {need:.0f} GiB on a CPU; {size(free)} are free"
         )
-        remedy = ": use a smaller model, trainer.lora, or a larger machine"
-        yield Check("warn", "memory", text + remedy) if need > free else Check("ok", "memory", text)
+        remedy = "use a smaller model, trainer.lora, or a larger machine"
+        lacks = need * GIB > free
+        yield Check("memory", "warn" if lacks else "ok", f"{text}: {remedy}" if lacks else text)
     for need in needs(config, model):
-        yield (
-            Check("ok", "disk", str(need))
-            if need.fits
-            else Check("warn", "disk", f"{need}: {DISK_REMEDY}")
-        )
+        text = str(need) if need.fits else f"{need}: {DISK_REMEDY}"
+        yield Check("disk", "ok" if need.fits else "warn", text)
 
 
 def service(work: Path, children: Children) -> Check:
     """Checks that the service that trains answers, takes the key and has the model."""
-    child = start_module(children, work, "service", ASK_SERVICE, str(work / "config.toml"))
-    fault, lines = fault_of(child, MODEL_TIMEOUT_S), output(child)
-    if fault and not (child.exit_code == 1 and lines):
-        return Check("FAIL", "service", f"asking it {fault}")
-    return Check("FAIL" if fault else "ok", "service", lines[-1])
+    answer = ask(children, work, "service", ASK_SERVICE, str(work / "config.toml"))
+    if answer.fault and not answer.explains:
+        return Check("service", "FAIL", f"asking it {answer.fault}")
+    return Check("service", "FAIL" if answer.fault else "ok", answer.lines[-1])
 
 
 def engine_arguments(config: RLConfig, work: Path, children: Children) -> Check:
     """Checks `[inference.vllm]` with vLLM's own parser."""
-    child = start_module(children, work, "vllm-arguments", CHECK_ENGINE, str(work / "config.toml"))
-    fault = fault_of(child, MODEL_TIMEOUT_S)
-    if not fault:
-        return Check(
-            "ok",
-            "vllm",
-            f"inference.vllm: {', '.join(config.inference.vllm)} are valid arguments of vLLM",
-        )
-    lines = [line for line in output(child) if line.startswith("inference.vllm.")]
-    return Check("FAIL", "vllm", "; ".join(lines) or f"reading inference.vllm {fault}")
+    answer = ask(children, work, "vllm-arguments", CHECK_ENGINE, str(work / "config.toml"))
+    if not answer.fault:
+        names = ", ".join(config.inference.vllm)
+        return Check("vllm", "ok", f"inference.vllm: {names} are valid arguments of vLLM")
+    lines = [line for line in answer.lines if line.startswith("inference.vllm.")]
+    return Check("vllm", "FAIL", "; ".join(lines) or f"reading inference.vllm {answer.fault}")
 
 
 def environments(
@@ -241,38 +209,33 @@ def environments(
 
     async def load() -> dict[str, Ready]:
         homes = homes_of(config, say, recorded=False)  # `unmade` has checked that they exist
-        async with play_session(
-            config, homes, None, work, children, model=str(model or "")
-        ) as ground:
-            return ground.ready
+        folder = str(model or "")
+        async with play_session(config, homes, None, work, children, model=folder) as session:
+            return session.ready
 
-    if faults := id_faults(config.orchestrator.env_ids):
-        yield from (Check("FAIL", "environment", fault) for fault in faults)
-        return
     try:
+        if faults := id_faults(config.orchestrator.env_ids):
+            yield from (Check("environment", "FAIL", fault) for fault in faults)
+            return
         if lines := unmade(config):
-            yield from (Check("warn", "environment", line) for line in lines)
+            yield from (Check("environment", "warn", line) for line in lines)
             return
         loaded = asyncio.run(load())
     except RunError as error:
-        yield Check("FAIL", "environment", str(error))
+        yield Check("environment", "FAIL", str(error))
         return
     for name, ready in loaded.items():
         train = (
-            "endless tasks" if ready.num_train is None else f"{ready.num_train} training examples"
+            f"{ready.num_train} training examples"
+            if ready.num_train is not None
+            else "endless tasks"
         )
-        yield Check(
-            "ok",
-            "environment",
-            f"{name}: {train}"
-            + ("" if ready.num_eval is None else f", {ready.num_eval} for evaluation"),
-        )
-    faults = {ready.template_fault for ready in loaded.values()} - {""}
-    yield from (Check("warn", "template", f"{fault}: {TEMPLATE_REMEDY}") for fault in faults)
-    yield from (Check("FAIL", "tasks", fault) for fault in task_faults(config, loaded))
+        held_out = "" if ready.num_eval is None else f", {ready.num_eval} for evaluation"
+        yield Check("environment", "ok", f"{name}: {train}{held_out}")
+    for fault in {ready.template_fault for ready in loaded.values()} - {""}:
+        yield Check("template", "warn", f"{fault}: {TEMPLATE_REMEDY}")
+    for fault in task_faults(config, loaded):
+        yield Check("tasks", "FAIL", fault)
     if not model:
-        yield Check(
-            "warn",
-            "prompts",
-            "not measured against model.max_model_len, because the model is not on this machine",
-        )
+        why = "because the model is not on this machine"
+        yield Check("prompts", "warn", f"not measured against model.max_model_len, {why}")

@@ -1,7 +1,7 @@
 """`rl doctor RUN --verify`: checks batches, checkpoints, versions, rollouts and examples against
 their stored checksums."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +20,41 @@ def damaged_files(run_dir: RunDir) -> list[str]:
     being readable.
     """
     moves, mirror = "`--resume` moves damaged files away", Mirror()
+    weights, digests = numbered(run_dir.weights_dir), numbered(run_dir.digests_dir, ".json")
     records = (
         "a resume rewrites the records of steps that it repeats; only `rl replay` needs the "
         "others, and shows which file is right"
     )
-    kinds: list[tuple[dict[int, Path], Callable[[int, Path], Any], str]] = [
-        (
-            numbered(run_dir.batches, ".batch"),
-            lambda _, path: batch_head(path) and sound_batch(path),
-            f"{moves} and continues before it if needed",
+    kinds: dict[str, tuple[Iterable[Path], Callable[[Path], Any]]] = {
+        f"{moves} and continues before it if needed": (
+            numbered(run_dir.batches, ".batch").values(),
+            lambda path: batch_head(path) and sound_batch(path),
         ),
-        (
-            numbered(run_dir.checkpoints),
-            lambda _, path: verify_checkpoint(path),
-            f"{moves} and starts from an older checkpoint",
+        f"{moves} and starts from an older checkpoint": (
+            numbered(run_dir.checkpoints).values(),
+            verify_checkpoint,
         ),
-        (
-            numbered(run_dir.weights_dir),
-            lambda version, path: check_version(path, run_dir.digests(version), mirror),
-            f"{moves} and remakes versions newer than its checkpoint",
+        f"{moves} and remakes versions newer than its checkpoint": (
+            weights.values(),
+            lambda path: check_version(path, run_dir.digests(int(path.name)), mirror),
         ),
-        (
-            numbered(run_dir.digests_dir, ".json"),
-            lambda version, path: check_record(path, run_dir.weights(version)),
-            records,
+        records: (
+            digests.values(),
+            lambda path: check_record(path, run_dir.weights(int(path.stem))),
         ),
-        (
-            run_dir.rollout_files(),
-            lambda _, path: check_rollouts(path),
-            "only readers of rollouts need it",
+        "only readers of rollouts need it": (run_dir.rollout_files().values(), check_rollouts),
+        "a resume refuses damaged examples": (
+            [run_dir.data] if run_dir.data.exists() else [],
+            verify_data,
         ),
-        (
-            {0: run_dir.data} if run_dir.data.exists() else {},
-            lambda _, path: verify_data(path),
-            "a resume refuses damaged examples",
-        ),
-    ]
-    found = []
-    for files, check, remedy in kinds:
-        for number, path in files.items():
+    }
+    faults = []
+    for remedy, (paths, check) in kinds.items():
+        for path in paths:
             try:
-                check(number, path)
+                check(path)
             except (CorruptFileError, OSError) as error:
-                found.append(f"{error}; {remedy}")
+                faults.append(f"{error}; {remedy}")
             except RunError as error:  # written by a newer rl; a resume does not move it away
-                if str(error) not in found:
-                    found.append(str(error))
-    return found
+                faults.append(str(error))
+    return list(dict.fromkeys(faults))

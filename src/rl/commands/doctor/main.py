@@ -3,54 +3,45 @@ on a model."""
 
 import json
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from itertools import chain
+from pathlib import Path
 
+from rl.commands.doctor.check import Check
 from rl.commands.doctor.machine import machine_checks
-from rl.commands.options import load, usage
+from rl.commands.options import load, open_run, usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import Option, take
+from rl.config.options import options, take
 from rl.config.run import RLConfig
-from rl.config.stored import run_dir_of, stored_config
 from rl.launch.children import Children
 from rl.run_dir.status import RunEnd, read_json
 
-OPTIONS = (
-    Option(
-        "no-smoke",
-        "",
-        "skip the two real processes: a vLLM server and a training step on a tiny random model",
-    ),
-    Option("json", "", "print the result as JSON"),
-    Option(
-        "verify",
-        "",
-        "with RUN: verify every byte of its batches, checkpoints, weights and examples",
-    ),
-    Option(
-        "parity",
-        "MODEL",
-        "compare trainer and inference on this model (a folder, or an id on the hub)",
-    ),
-    Option("tokens", "N", "with --parity: tokens of each sample; default: 64"),
-    Option("dtype", "float32|bfloat16", "with --parity: check only this dtype; default: both"),
-)
+OPTIONS = options("""
+no-smoke: skip the two real processes: a vLLM server and a training step on a tiny random model
+json: print the result as JSON
+verify: with RUN: verify every byte of its batches, checkpoints, weights and examples
+parity MODEL: compare trainer and inference on this model (a folder, or an id on the hub)
+tokens N: with --parity: tokens of each sample; default: 64
+dtype float32|bfloat16: with --parity: check only this dtype; default: both
+""")
 HELP = usage(
-    "usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...\n\n"
-    "  rl doctor                   checks this machine before a run: versions, cores, "
-    "memory, disk, ports, locks, GPUs, and a five-second\n"
-    "                              vLLM server and training step (with their start: a minute)\n"
-    "  rl doctor @ run.toml        the same, and this configuration: model, environments, "
-    "engine arguments, devices, disk\n"
-    "  rl doctor RUN               diagnoses a run, alive or dead: what each process waits "
-    "for, and why its reward does not rise;\n"
-    "                              RUN is its directory, or its name under outputs/\n"
-    "  rl doctor --parity MODEL    samples from the model through inference, at two "
-    "temperatures, scores the same tokens with the\n"
-    "                              trainer's code, prints how much they differ, and the "
-    "likely cause\n\n"
-    "Exit code 0: no problems; 1: a problem was found, and the output has the remedy.",
+    """\
+usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...
+
+  rl doctor                   checks this machine before a run: versions, cores, memory, disk,
+                              ports, locks, GPUs, and a five-second
+                              vLLM server and training step (with their start: a minute)
+  rl doctor @ run.toml        the same, and this configuration: model, environments, engine
+                              arguments, devices, disk
+  rl doctor RUN               diagnoses a run, alive or dead: what each process waits for, and why
+                              its reward does not rise;
+                              RUN is its directory, or its name under outputs/
+  rl doctor --parity MODEL    samples from the model through inference, at two temperatures, scores
+                              the same tokens with the
+                              trainer's code, prints how much they differ, and the likely cause
+
+Exit code 0: no problems; 1: a problem was found, and the output has the remedy.""",
     OPTIONS,
 )
 NOT_PLAYED = ("orchestrator.environment", "orchestrator.sampling.max_tokens")
@@ -70,88 +61,74 @@ def main(args: list[str], children: Children) -> int:
                 "rl doctor",
                 f"{rest[1]}: a run has its own configuration; give only RUN, --json and --verify",
             )
-        return run(rest[0], verify=bool(values["verify"]), as_json=bool(values["json"]))
+        if rest[0].endswith(".toml"):
+            fail("rl doctor", f"{rest[0]}: write files as `@ FILE`: rl doctor @ {rest[0]}")
+        root = named_run(rest[0]).absolute()
+        return diagnosis(root, verify=bool(values["verify"]), as_json=bool(values["json"]))
     config, _ = load_config_or_exit(
         rest, "rl doctor", variables=os.environ, usage=HELP, optional=() if rest else NOT_PLAYED
     )
-    return examine(
-        config,
-        children,
-        with_config=bool(rest),
-        smoke=not values["no_smoke"],
-        as_json=bool(values["json"]),
-    )
+    checks = checks_of(config, children, with_config=bool(rest), smoke=not values["no_smoke"])
+    return examine(checks, as_json=bool(values["json"]))
 
 
 def parity(args: list[str], children: Children) -> int:
     config, _, values = load("rl doctor", args, OPTIONS, HELP, optional=NOT_PLAYED)
     from rl.commands.doctor.parity import examine
-    from rl.commands.play_session import run as play
+    from rl.commands.play_session import run
 
-    return play("rl doctor", children, examine(config, values, children))
+    return run("rl doctor", children, examine(config, values, children))
 
 
-def run(name: str, *, verify: bool, as_json: bool) -> int:
-    if name.endswith(".toml"):
-        fail("rl doctor", f"{name}: write files as `@ FILE`: rl doctor @ {name}")
-    root = named_run(name).absolute()
-    config = stored_config(root)
+def diagnosis(root: Path, *, verify: bool, as_json: bool) -> int:
+    """Prints what a run waits for and what is wrong with it. Returns 1 if anything is."""
     from rl.diagnosis.waits import diagnose
 
-    run_dir = run_dir_of(root, config)
+    run_dir, config = open_run(root)
     found = diagnose(run_dir, config)
-    problems = [problem.text for problem in found.problems]
+    problems = [problem.text for problem in found.problems if problem.serious]
     if verify:
         from rl.commands.doctor.files import damaged_files
 
-        problems += [problem for problem in damaged_files(run_dir) if problem not in problems]
+        problems += [fault for fault in damaged_files(run_dir) if fault not in problems]
     if as_json:
-        content = {
-            "fine": not problems,
-            "bottleneck": found.bottleneck,
-            "problems": problems,
-            "lines": found.all_lines,
-        }
-        print(json.dumps(content, indent=1))
-    else:
-        print("\n".join([f"run {root}", *(f"  {line}" for line in found.all_lines)]))
-        end = read_json(run_dir.run_end, RunEnd)
-        level = "warn" if found.state == "ended" and end and end.kind == "doubtful" else "ok"
-        print(
-            "\n".join(f"FAIL  {problem}" for problem in problems)
-            if problems
-            else f"{level:<5} {found.bottleneck}"
-        )
-        if verify and not problems:
-            print("ok    all files match their checksums")
+        summary = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems}
+        print(json.dumps(summary | {"lines": found.all_lines}, indent=1))
+        return 1 if problems else 0
+    end = read_json(run_dir.run_end, RunEnd)
+    is_doubtful = found.state == "ended" and end and end.kind == "doubtful"
+    level = "warn" if is_doubtful else "note" if found.state == "stopped" else "ok"
+    print("\n".join([f"run {root}", *(f"  {line}" for line in found.all_lines)]))
+    print("\n".join(f"FAIL  {fault}" for fault in problems) or f"{level:<5} {found.bottleneck}")
+    if verify and not problems:
+        print("ok    all files match their checksums")
     return 1 if problems else 0
 
 
-def examine(
-    config: RLConfig, children: Children, *, with_config: bool, smoke: bool, as_json: bool
-) -> int:
-    """Runs all checks and prints each result at once. Returns 1 if any check failed."""
+def checks_of(
+    config: RLConfig, children: Children, *, with_config: bool, smoke: bool
+) -> Iterator[Check]:
     from rl.commands.doctor.configuration import config_checks
     from rl.commands.doctor.smoke import smoke_checks
 
-    found = []
-    configured = config_checks(config, children) if with_config else ()
-    for check in chain(
-        machine_checks(config, with_config),
-        configured,
-        smoke_checks(config, children) if smoke and not config.is_remote else (),
-    ):
-        found.append(check)
+    yield from machine_checks(config, with_config)
+    if with_config:
+        yield from config_checks(config, children)
+    if smoke and not config.is_remote:
+        yield from smoke_checks(config, children)
+
+
+def examine(checks: Iterable[Check], *, as_json: bool) -> int:
+    """Makes all checks and prints each result at once. Returns 1 if any check failed."""
+    results = []
+    for check in checks:
+        results.append(check)
         if not as_json:
             print(check, flush=True)
-    failed = [check for check in found if check.level == "FAIL"]
+    failed = [check.name for check in results if check.level == "FAIL"]
     if as_json:
-        print(
-            json.dumps({"fine": not failed, "checks": [asdict(check) for check in found]}, indent=1)
-        )
+        summary = {"fine": not failed, "checks": [asdict(check) for check in results]}
+        print(json.dumps(summary, indent=1))
     elif failed:
-        print(
-            f"{len(failed)} of {len(found)} checks failed: "
-            f"{', '.join(check.name for check in failed)}"
-        )
+        print(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
     return 1 if failed else 0

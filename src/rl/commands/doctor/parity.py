@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.commands.doctor.check import output, start_module
+from rl.commands.doctor.check import output
 from rl.commands.play_session import start_server
 from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
@@ -15,6 +15,7 @@ from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.models.tokenizer import text_ids
 from rl.orchestrator.policy.probe import complete
+from rl.system.children import PYTHON
 from rl.system.errors import RunError
 from rl.system.terminal import say
 from rl.wire.batch_file import write_batch
@@ -89,7 +90,8 @@ async def parity(
         "trainer's code"
     )
     files = str(work / f"{dtype}.toml"), str(work / f"{dtype}.batch")
-    child = start_module(children, work, "parity", "rl.trainer.measure.parity", *files)
+    command = [*PYTHON, "-m", "rl.trainer.measure.parity", *files]
+    child = children.start("parity", command, {}, work / "logs")
     if await child.wait_async(SCORE_TIMEOUT_S) is None:
         raise RunError(
             f"waited {SCORE_TIMEOUT_S:.0f} s for the trainer's code to score the samples; "

@@ -7,8 +7,9 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from rl.commands.doctor.check import Check, fault_of, output, start_module
+from rl.commands.doctor.check import TIMEOUT_S, Check, ask, fault_of
 from rl.commands.play_session import start_server
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
@@ -20,8 +21,6 @@ from rl.system.errors import ConfigError, RunError
 from rl.system.machine import is_cpu_vllm, machine, visible_gpus
 from rl.wire.inference_client import InferenceServers
 
-SMOKE_TIMEOUT_S = 300.0
-"""A cold start of vLLM from a slow disk takes a minute."""
 STEPS, REQUESTS, TOKENS = 3, 8, 64
 
 
@@ -39,59 +38,50 @@ def smoke_checks(config: RLConfig, children: Children) -> Iterable[Check]:
 def torch_gpus(work: Path, children: Children) -> Check:
     """Checks that torch sees all GPUs of the driver."""
     wanted = len(visible_gpus(dict(os.environ)))
-    child = start_module(children, work, "torch", "rl.trainer.gpus")
-    if fault := fault_of(child, SMOKE_TIMEOUT_S):
-        return Check("FAIL", "torch", f"counting GPUs {fault}")
-    count, build = output(child)[-1].split(" ", 1)
-    if int(count) < wanted:
-        remedy = (
-            "the driver is older than that CUDA, or this torch is for CPUs: update it, or `uv "
-            "sync --no-group cpu --group gpu`"
-        )
-        return Check("FAIL", "torch", f"sees {count} of {wanted} GPUs (CUDA {build}): {remedy}")
-    return Check("ok", "torch", f"sees {count} GPUs, CUDA {build}")
+    answer = ask(children, work, "torch", "rl.trainer.gpus")
+    if answer.fault:
+        return Check("torch", "FAIL", f"counting GPUs {answer.fault}")
+    count, build = answer.lines[-1].split(" ", 1)
+    if int(count) >= wanted:
+        return Check("torch", "ok", f"sees {count} GPUs, CUDA {build}")
+    text = (
+        f"sees {count} of {wanted} GPUs (CUDA {build}): the driver is older than that CUDA, or "
+        "this torch is for CPUs: update it, or `uv sync --no-group cpu --group gpu`"
+    )
+    return Check("torch", "FAIL", text)
+
+
+def smoke_config(model: Path, **sections: Any) -> RLConfig:
+    """Returns a configuration with a tiny model and these sections. Raises ConfigError."""
+    sections["model"] = {"name": str(model), "dtype": "float32", "max_model_len": MAX_LEN}
+    return RLConfig.model_validate({"orchestrator": {"environment": [{"id": "none"}]}} | sections)
 
 
 def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children) -> Check:
     """Runs a few steps of the real trainer, on as many ranks as the configuration would use."""
-    settings = {
-        "name": "trainer",
-        "output_dir": str(work),
-        "max_steps": STEPS,
-        "model": {"name": str(model), "dtype": "float32", "max_model_len": MAX_LEN},
-        "trainer": {
-            "data": {
-                "fake": {
-                    "samples": 8,
-                    "group_size": 4,
-                    "prompt_tokens": 16,
-                    "completion_tokens": 16,
-                }
-            },
-            **config.trainer.model_dump(include={"gpus", "cpus", "ranks"}, exclude_none=True),
-        },
-        "orchestrator": {"environment": [{"id": "none"}]},
-    }
+    samples = {"samples": 8, "group_size": 4, "prompt_tokens": 16, "completion_tokens": 16}
+    shares = config.trainer.model_dump(include={"gpus", "cpus", "ranks"}, exclude_none=True)
+    trainer = {"data": {"fake": samples}, **shares}
     try:
-        smoke = RLConfig.model_validate(settings)
+        smoke = smoke_config(
+            model, name="trainer", output_dir=str(work), max_steps=STEPS, trainer=trainer
+        )
         division = devices.split(smoke, machine())
     except ConfigError as error:
-        return Check("FAIL", "FSDP", " ".join(str(error).split()))
+        return Check("FSDP", "FAIL", " ".join(str(error).split()))
     smoke = devices.write_into(smoke, division)
-    write_config(smoke.run_dir.config, smoke)
-    start = time.monotonic()
-    child = roles.start(
-        children, "trainer", smoke.run_dir, division.trainer, division.ranks, work / "logs"
-    )
-    if fault := fault_of(child, SMOKE_TIMEOUT_S):
-        return Check("FAIL", "FSDP", f"a training step on a tiny model {fault}")
-    step = read_metrics(smoke.run_dir.metrics)[STEPS, "trainer"]["time/step"]
-    place = "GPU" if division.trainer.gpus else "CPU"
+    run_dir, ranks, start = smoke.run_dir, division.ranks, time.monotonic()
+    write_config(run_dir.config, smoke)
+    child = roles.start(children, "trainer", run_dir, division.trainer, ranks, work / "logs")
+    if fault := fault_of(child, TIMEOUT_S):
+        return Check("FSDP", "FAIL", f"a training step on a tiny model {fault}")
+    step_s = read_metrics(run_dir.metrics)[STEPS, "trainer"]["time/step"]
+    device = "GPU" if division.trainer.gpus else "CPU"
     text = (
-        f"{STEPS} steps on {division.ranks} {place} rank{'s' if division.ranks > 1 else ''}, "
-        f"{1000 * step:.0f} ms per step"
+        f"{STEPS} steps on {ranks} {device} rank{'s' if ranks > 1 else ''}, {1000 * step_s:.0f} ms "
+        f"per step; {time.monotonic() - start:.1f} s including startup"
     )
-    return Check("ok", "FSDP", f"{text}; {time.monotonic() - start:.1f} s including startup")
+    return Check("FSDP", "ok", text)
 
 
 def vllm_smoke(model: Path, work: Path, children: Children) -> Check:
@@ -100,39 +90,31 @@ def vllm_smoke(model: Path, work: Path, children: Children) -> Check:
     try:
         sampled_s, tokens = asyncio.run(answers(model, work, children))
     except TimeoutError:
-        return Check(
-            "FAIL",
-            "vLLM",
-            f"no answer within {SMOKE_TIMEOUT_S:.0f} s; is the machine overloaded, or its "
-            "disk slow?",
-        )
+        why = "is the machine overloaded, or its disk slow?"
+        return Check("vLLM", "FAIL", f"no answer within {TIMEOUT_S:.0f} s; {why}")
     except (RunError, ValueError) as error:
-        return Check("FAIL", "vLLM", str(error))
+        return Check("vLLM", "FAIL", str(error))
     rate = f"{REQUESTS} answers, {tokens / sampled_s:.0f} tokens per second"
-    return Check("ok", "vLLM", f"{rate}; {time.monotonic() - start:.1f} s including startup")
+    return Check("vLLM", "ok", f"{rate}; {time.monotonic() - start:.1f} s including startup")
 
 
 async def answers(model: Path, work: Path, children: Children) -> tuple[float, int]:
     """Returns (seconds, number of tokens sampled in that time)."""
     gpus = 1 if visible_gpus(dict(os.environ)) and not is_cpu_vllm() else 0
-    settings = {
-        "model": {"name": str(model), "dtype": "float32", "max_model_len": MAX_LEN},
-        "inference": {"gpus": gpus, "startup_timeout_s": SMOKE_TIMEOUT_S},
-        "orchestrator": {"environment": [{"id": "none"}]},
-    }
-    async with asyncio.timeout(SMOKE_TIMEOUT_S):
-        server = await start_server(RLConfig.model_validate(settings), str(model), work, children)
-        servers = InferenceServers([], server.config.run_dir.status("inference"), SMOKE_TIMEOUT_S)
+    config = smoke_config(model, inference={"gpus": gpus, "startup_timeout_s": TIMEOUT_S})
+    async with asyncio.timeout(TIMEOUT_S):
+        server = await start_server(config, str(model), work, children)
+        servers = InferenceServers([], server.config.run_dir.status("inference"), TIMEOUT_S)
         try:
             await server.ready()
             sampling = {"max_tokens": TOKENS, "temperature": 1.0}
             prompts = [[3 + (7 * i + j) % 250 for j in range(16)] for i in range(REQUESTS)]
             await servers.generate(0, prompts[0], sampling)  # the first request warms up the server
             start = time.monotonic()
-            found = await asyncio.gather(
+            sampled = await asyncio.gather(
                 *(servers.generate(0, prompt, sampling) for prompt in prompts)
             )
-            return time.monotonic() - start, sum(len(answer.completion_ids) for answer in found)
+            return time.monotonic() - start, sum(len(answer.completion_ids) for answer in sampled)
         finally:
             await servers.close()
             await server.end()

@@ -12,13 +12,13 @@ call carries its own `TreeMask`. There are three implementations, all exact:
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
@@ -26,8 +26,9 @@ from rl.system.errors import RunError
 from rl.trainer.model import flex
 from rl.trainer.model.blocks import (
     Block,
+    Bundle,
     Plan,
-    bundle,
+    bundled,
     cut_blocks,
     is_unbranched,
     make_plan,
@@ -76,51 +77,34 @@ class TreeMask:
         """Returns the plan for all queries, with masks of type `dtype`."""
         key = (window, dtype, heads, group)
         if key not in self._plans:
-            self._plans[key] = make_plan(bundle(self.blocks(window, dtype)), heads, group)
+            self._plans[key] = make_plan(bundled(self.blocks(window, dtype)), heads, group)
         return self._plans[key]
 
     def blocks(self, window: int | None, dtype: torch.dtype) -> list[Block]:
         """Cuts all queries into blocks, with masks of type `dtype`."""
+        device = self.subtree_ends.device
         subtree_ends, positions = self.subtree_ends.cpu().numpy(), self.positions.cpu().numpy()
-        queries = (
-            np.arange(len(subtree_ends)) if self.queries is None else self.queries.cpu().numpy()
-        )
-        spans = cut_blocks(queries, positions)
-        keys = [visible_keys(queries[span], subtree_ends, positions, window) for span in spans]
-        # In an unbranched block each query sees one key more than the query before it, so all such
-        # masks are views of one triangle.
-        plain = [
-            is_unbranched(positions[queries[span]]) and not (window and len(k) >= window)
-            for span, k in zip(spans, keys, strict=True)
-        ]
-        shapes = [
-            (span.stop - span.start, len(k))
-            for span, k, is_plain in zip(spans, keys, plain, strict=True)
-            if is_plain
-        ]
-        height, width = (max(column) for column in zip(*shapes, strict=True)) if shapes else (0, 0)
-        hidden = torch.ones(height, width, dtype=torch.bool, device=self.subtree_ends.device).triu(
-            width - height + 1
-        )
-        triangle = torch.zeros(
-            height, width, dtype=dtype, device=self.subtree_ends.device
-        ).masked_fill_(hidden, -torch.inf)
+        queries = np.arange(len(positions)) if self.queries is None else self.queries.cpu().numpy()
+        # each with its keys, and whether its mask is a view of one triangle: in an unbranched
+        # block each query sees one key more than the query before it
+        cut: list[tuple[slice, np.ndarray, bool]] = []
+        height = width = 0
+        for span in cut_blocks(queries, positions):
+            keys = visible_keys(queries[span], subtree_ends, positions, window)
+            plain = is_unbranched(positions[queries[span]]) and not (window and len(keys) >= window)
+            cut.append((span, keys, plain))
+            if plain:
+                height, width = max(height, span.stop - span.start), max(width, len(keys))
+        hidden = torch.ones(height, width, dtype=torch.bool, device=device).triu(width - height + 1)
+        triangle = additive(hidden, dtype)
         blocks = []
-        for span, k, is_plain in zip(spans, keys, plain, strict=True):
-            if is_plain:
-                mask = triangle[height - (span.stop - span.start) :, width - len(k) :]
+        for span, keys, plain in cut:
+            if plain:
+                mask = triangle[height - (span.stop - span.start) :, width - len(keys) :]
             else:
-                seen = self._sees(
-                    *(
-                        torch.from_numpy(places).to(self.subtree_ends.device)
-                        for places in (queries[span], k)
-                    ),
-                    window,
-                )
-                mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(
-                    ~seen, -torch.inf
-                )
-            blocks.append(Block(span, runs_of(k), mask))
+                pair = (torch.from_numpy(array).to(device) for array in (queries[span], keys))
+                mask = additive(~self._sees(*pair, window), dtype)
+            blocks.append(Block(span, runs_of(keys), mask))
         return blocks
 
     def flex(self, window: int | None) -> BlockMask:
@@ -132,13 +116,22 @@ class TreeMask:
         return self._flex[window]
 
 
-def bundle_keys(whole: Tensor, places: Tensor, mask: Tensor, runs: Tensor) -> Tensor:
+def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mask to be added to scores: -inf where they are hidden, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, -torch.inf
+    )
+
+
+def bundle_keys(whole: Tensor, bundle: Bundle) -> Tensor:
     """[1, heads, T, D] -> [heads * B, k, D], a view if the bundle is a single block with
     consecutive keys."""
-    if len(mask) == 1:
-        parts = [whole[0, :, first:behind] for _, _, first, behind in runs.tolist()]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return head_rows(whole).index_select(0, places).view(-1, mask.shape[2], whole.shape[3])
+    if len(bundle.mask) == 1:
+        runs = [whole[0, :, first:behind] for _, _, first, behind in bundle.runs]
+        return runs[0] if len(runs) == 1 else torch.cat(runs, 1)
+    return (
+        head_rows(whole).index_select(0, bundle.keys).view(-1, bundle.mask.shape[2], whole.shape[3])
+    )
 
 
 def head_rows(whole: Tensor) -> Tensor:
@@ -156,14 +149,10 @@ def probabilities(
     With `sinks` [heads G] each row's softmax has one more column, the sink of its head, which is
     dropped from the result.
     """
-    heads, group = len(key) // len(mask), query.shape[1] // mask.shape[1]
-    scores, tanh = (
-        query.new_empty(heads, len(mask), group, *mask.shape[1:])
-        .copy_(mask[:, None])
-        .flatten(2, 3)
-        .flatten(0, 1),
-        None,
-    )
+    heads, group, tanh = len(key) // len(mask), query.shape[1] // mask.shape[1], None
+    # [heads, B, G, q, k]
+    shape = (heads, len(mask), group, *mask.shape[1:])
+    scores = query.new_empty(shape).copy_(mask[:, None]).flatten(2, 3).flatten(0, 1)
     if cap:
         tanh = (query @ key.transpose(1, 2)).mul_(scale / cap).tanh_()
         scores.add_(tanh, alpha=cap)
@@ -171,142 +160,110 @@ def probabilities(
         scores.baddbmm_(query, key.transpose(1, 2), alpha=scale)
     if sinks is None:
         return scores.softmax(-1), tanh
-    column = (
-        sinks.view(heads, 1, group, 1)
-        .expand(heads, len(mask), group, mask.shape[1])
-        .reshape(len(key), -1, 1)
-        .to(scores.dtype)
-    )
-    return torch.cat([scores, column], -1).softmax(-1)[..., :-1], tanh
+    column = sinks.view(heads, 1, group, 1).expand(shape[:-1]).reshape(len(key), -1, 1)
+    return torch.cat([scores, column.to(scores.dtype)], -1).softmax(-1)[..., :-1], tanh
 
 
-@torch.library.custom_op("rl::block_attention", mutates_args=())
-def block_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    masks: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    slots: Tensor,
-    rows: Tensor,
-    padding: Tensor,
-    runs: Sequence[Tensor],
-    scale: float,
-    cap: float,
-    sinks: Tensor | None,
-) -> Tensor:
+class BlockAttention(torch.autograd.Function):
     """Computes attention bundle by bundle. The query heads that share a key head are rows of one
     matrix product, so no key is copied.
 
     Args:
         query: [1, H, T', D]; H is a multiple of the number of key heads.
         key, value: [1, heads, T, D] and [1, heads, T, D2].
-        masks: the masks of the bundles, in order.
-        keys, slots, rows, padding, runs: see `Plan`.
-        scale, cap, sinks: see `probabilities`; a cap of 0 means none.
+        sinks, scale, cap: see `probabilities`; a cap of 0 means none.
 
     Returns: [1, T', H, D2].
     """
-    group = query.shape[1] // key.shape[1]
-    out = query.new_empty(len(slots), value.shape[3])
-    sizes = [query.shape[1] * mask.shape[0] * mask.shape[1] for mask in masks]
-    queries = head_rows(query).index_select(0, slots).split(sizes)
-    for q, o, mask, places, own in zip(queries, out.split(sizes), masks, keys, runs, strict=True):
-        q, o = (x.view(-1, group * mask.shape[1], x.shape[1]) for x in (q, o))
-        k, v = (bundle_keys(whole, places, mask, own) for whole in (key, value))
-        torch.bmm(probabilities(q, k, mask, scale, cap, sinks)[0], v, out=o)
-    return out.index_select(0, rows).view(1, query.shape[2], query.shape[1], value.shape[3])
 
-
-def save(ctx: FunctionCtx, inputs: tuple, output: Tensor) -> None:
-    (
-        query,
-        key,
-        value,
-        ctx.masks,
-        ctx.keys,
-        ctx.slots,
-        ctx.rows,
-        ctx.padding,
-        ctx.runs,
-        ctx.scale,
-        ctx.cap,
-        sinks,
-    ) = inputs
-    ctx.save_for_backward(query, key, value, sinks)
-
-
-def block_attention_backward(
-    ctx: FunctionCtx, grad: Tensor
-) -> tuple[Tensor | list[None] | None, ...]:
-    """With a bundle's probabilities P, computed again, and O = P V: dV = P^T dO, dS = P * (dO V^T -
-    rowsum), dQ = scale dS K, dK = scale dS^T Q, where rowsum is the sum of P * (dO V^T) over each
-    row.
-
-    With a cap dS is multiplied by 1 - tanh^2. A sink's value is zero, so its gradient is its
-    probability, 1 - sum P, times -rowsum. Sums over blocks are kept in float32 or better. The
-    gradient of padding is 0.
-    """
-    query, key, value, sinks = ctx.saved_tensors
-    heads, group = key.shape[1], query.shape[1] // key.shape[1]
-    sizes = [query.shape[1] * mask.shape[0] * mask.shape[1] for mask in ctx.masks]
-    precise = torch.promote_types(key.dtype, torch.float32)
-    grad_key, grad_value = (
-        x.new_zeros(x.shape[2], heads, x.shape[3], dtype=precise) for x in (key, value)
-    )
-    grad_sinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=precise)
-    queries = head_rows(query).index_select(0, ctx.slots)
-    grads = (
-        grad.reshape(-1, grad.shape[3]).index_select(0, ctx.slots).index_fill_(0, ctx.padding, 0)
-    )
-    grad_query = torch.empty_like(queries)
-    parts = (x.split(sizes) for x in (queries, grads, grad_query))
-    for *rows, mask, places, own in zip(*parts, ctx.masks, ctx.keys, ctx.runs, strict=True):
-        q, g, grad_q = (x.view(heads * len(mask), group * mask.shape[1], x.shape[1]) for x in rows)
-        k, v = (bundle_keys(whole, places, mask, own) for whole in (key, value))
-        p, tanh = probabilities(q, k, mask, ctx.scale, ctx.cap, sinks)
-        grad_p = torch.bmm(g, v.transpose(1, 2))
-        s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
-        if grad_sinks is not None:
-            # [heads B, G q]
-            missing, mean = 1.0 - p.sum(-1, dtype=precise), (p * grad_p).sum(-1, dtype=precise)
-            grad_sinks -= (missing * mean).view(heads, len(mask), group, -1).sum((1, 3)).flatten()
-        if tanh is not None:
-            s *= 1.0 - tanh.square_()
-        grad_q.baddbmm_(s, k, beta=0, alpha=ctx.scale)
-        for total, part in (
-            (grad_key, torch.bmm(s.transpose(1, 2), q).mul_(ctx.scale)),
-            (grad_value, torch.bmm(p.transpose(1, 2), g)),
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: Plan,
+        scale: float,
+        cap: float,
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.plan, ctx.scale, ctx.cap = plan, scale, cap
+        out = query.new_empty(len(plan.slots), value.shape[3])
+        for bundle, q, o in bundles_of(
+            plan, key.shape[1], head_rows(query).index_select(0, plan.slots), out
         ):
-            by_block = part.view(heads, len(mask), *part.shape[1:])
-            for block, place, first, behind in own.tolist():
-                total[first:behind] += by_block[:, block, place : place + behind - first].transpose(
-                    0, 1
-                )
-    # [T', H, D], the order of the projections
-    grad_query = grad_query.index_select(0, ctx.rows).view(query.shape[2], *query.shape[1::2])
-    grad_key, grad_value = (
-        total.to(key.dtype).transpose(0, 1)[None] for total in (grad_key, grad_value)
-    )
-    grad_sinks = None if sinks is None else grad_sinks.to(sinks.dtype)
-    none = [None] * len(sizes)
-    return (
-        grad_query.transpose(0, 1)[None],
-        grad_key,
-        grad_value,
-        none,
-        none,
-        None,
-        None,
-        None,
-        none,
-        None,
-        None,
-        grad_sinks,
-    )
+            k, v = bundle_keys(key, bundle), bundle_keys(value, bundle)
+            torch.bmm(probabilities(q, k, bundle.mask, scale, cap, sinks)[0], v, out=o)
+        return out.index_select(0, plan.rows).view(
+            1, query.shape[2], query.shape[1], value.shape[3]
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With a bundle's probabilities P, computed again, and O = P V: dV = P^T dO, dS = P * (dO
+        V^T - rowsum), dQ = scale dS K, dK = scale dS^T Q, where rowsum is the sum of P * (dO V^T)
+        over each row.
+
+        With a cap dS is multiplied by 1 - tanh^2. A sink's value is zero, so its gradient is its
+        probability, 1 - sum P, times -rowsum. Sums over blocks are kept in float32 or better. The
+        gradient of padding is 0.
+        """
+        query, key, value, sinks = ctx.saved_tensors
+        plan, heads = ctx.plan, key.shape[1]
+        precise = torch.promote_types(key.dtype, torch.float32)
+        grad_key, grad_value = (
+            x.new_zeros(x.shape[2], heads, x.shape[3], dtype=precise) for x in (key, value)
+        )
+        grad_sinks = None if sinks is None else sinks.new_zeros(sinks.shape, dtype=precise)
+        queries = head_rows(query).index_select(0, plan.slots)
+        grads = (
+            grad.reshape(-1, grad.shape[3])
+            .index_select(0, plan.slots)
+            .index_fill_(0, plan.padding, 0)
+        )
+        grad_query = torch.empty_like(queries)
+        for bundle, q, g, grad_q in bundles_of(plan, heads, queries, grads, grad_query):
+            k, v = bundle_keys(key, bundle), bundle_keys(value, bundle)
+            p, tanh = probabilities(q, k, bundle.mask, ctx.scale, ctx.cap, sinks)
+            grad_p = torch.bmm(g, v.transpose(1, 2))
+            s = torch._softmax_backward_data(grad_p, p, -1, p.dtype)
+            count = len(bundle.mask)
+            if grad_sinks is not None:
+                # [heads B, G q]
+                missing, mean = 1.0 - p.sum(-1, dtype=precise), (p * grad_p).sum(-1, dtype=precise)
+                by_head = (missing * mean).view(heads, count, -1, bundle.mask.shape[1])
+                grad_sinks -= by_head.sum((1, 3)).flatten()
+            if tanh is not None:
+                s *= 1.0 - tanh.square_()
+            grad_q.baddbmm_(s, k, beta=0, alpha=ctx.scale)
+            for total, result in (
+                (grad_key, torch.bmm(s.transpose(1, 2), q).mul_(ctx.scale)),
+                (grad_value, torch.bmm(p.transpose(1, 2), g)),
+            ):
+                by_block = result.view(heads, count, *result.shape[1:]).movedim(0, 2)
+                for block, start, first, behind in bundle.runs:
+                    total[first:behind] += by_block[block, start : start + behind - first]
+        # [T', H, D], the order of the projections
+        grad_query = grad_query.index_select(0, plan.rows).view(query.shape[2], *query.shape[1::2])
+        return (
+            *(x.to(key.dtype).transpose(0, 1)[None] for x in (grad_query, grad_key, grad_value)),
+            None if grad_sinks is None else grad_sinks.to(sinks.dtype),
+            *(None, None, None),
+        )
 
 
-block_attention.register_autograd(block_attention_backward, setup_context=save)
+def bundles_of(plan: Plan, heads: int, *slots: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yields each bundle with its part of each tensor of slots [N, D], as [heads B, G q, D]."""
+    counts = [len(bundle.mask) * heads for bundle in plan.bundles]
+    sizes = [
+        bundle.mask.shape[1] * plan.group * count
+        for bundle, count in zip(plan.bundles, counts, strict=True)
+    ]
+    split = (x.split(sizes) for x in slots)
+    for bundle, count, *tensors in zip(plan.bundles, counts, *split, strict=True):
+        yield bundle, *(x.view(count, -1, x.shape[1]) for x in tensors)
 
 
 def attend_blocks(
@@ -320,20 +277,7 @@ def attend_blocks(
     sinks: Tensor | None = None,
 ) -> Tensor:
     plan = tree.plan(window, query.dtype, key.shape[1], query.shape[1] // key.shape[1])
-    return block_attention(
-        query,
-        key,
-        value,
-        plan.masks,
-        plan.keys,
-        plan.slots,
-        plan.rows,
-        plan.padding,
-        plan.runs,
-        scale,
-        cap or 0.0,
-        sinks,
-    )
+    return BlockAttention.apply(query, key, value, sinks, plan, scale, cap or 0.0)
 
 
 def attend_flex(

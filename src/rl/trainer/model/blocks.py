@@ -37,28 +37,32 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """Blocks that are computed together, each padded to the largest numbers of queries and keys
+    among them."""
+
+    # [B, q, k]; a padded query sees everything, a padded key is seen by padded queries only
+    mask: Tensor
+    keys: Tensor  # [heads * B * k] int64, rows of a key tensor [T, heads, D]
+    runs: list[tuple[int, int, int, int]]
+    """The runs of its keys: each run's block within the bundle, its offset among the block's keys,
+    its first key and the key after its last."""
+
+
+@dataclass(frozen=True)
 class Plan:
-    """All queries of a row in bundles, for `heads` key heads, each shared by `group` query heads. A
-    bundle's blocks are computed together, each padded to the largest numbers of queries and keys
-    among them.
+    """All queries of a row in bundles, for `heads` key heads, each shared by `group` query heads.
 
     A slot is one query of one head in the padded bundles. Slots are ordered by bundle, key head,
     block, query head and query.
     """
 
-    # for each bundle: [B, q, k]; a padded query sees everything, a padded key is seen by padded
-    # queries only
-    masks: list[Tensor]
+    bundles: list[Bundle]
     # [N] int64: for each slot, the row of a query tensor [T', heads * group, D] that it holds
     slots: Tensor
     rows: Tensor  # [T' * heads * group] int64: for each of these rows, the slot that holds it
     padding: Tensor  # [n] int64: the slots that are padding
-    # for each bundle: [heads * B * k] int64, rows of a key tensor [T, heads, D]; empty for a single
-    # block
-    keys: list[Tensor]
-    runs: list[Tensor]
-    """For each bundle the runs of its keys: [n, 4] int64 in CPU memory, each run's block within
-    the bundle, its offset among the block's keys, its first key and the key after its last."""
+    group: int
 
 
 def is_unbranched(positions: np.ndarray) -> bool:
@@ -119,7 +123,7 @@ def cut_blocks(queries: np.ndarray, positions: np.ndarray) -> list[slice]:
     return blocks
 
 
-def bundle(blocks: list[Block]) -> list[list[Block]]:
+def bundled(blocks: list[Block]) -> list[list[Block]]:
     """Bundles the blocks, largest number of keys first. A block joins a bundle if its padding
     costs less than one more call."""
     bundles: list[list[Block]] = []
@@ -140,8 +144,8 @@ def padded_mask(masks: list[Tensor]) -> Tensor:
     """Stacks masks [q, k] into [B, q, k] with padding; a single mask is not padded."""
     if len(masks) == 1:
         return masks[0][None]
-    width = -(-max(mask.shape[1] for mask in masks) // WHOLE_KEYS) * WHOLE_KEYS
-    padded = masks[0].new_zeros(len(masks), max(mask.shape[0] for mask in masks), width)
+    height, width = (max(sizes) for sizes in zip(*(mask.shape for mask in masks), strict=True))
+    padded = masks[0].new_zeros(len(masks), height, -(-width // WHOLE_KEYS) * WHOLE_KEYS)
     for whole, mask in zip(padded, masks, strict=True):
         whole[: mask.shape[0]] = -torch.inf
         whole[: mask.shape[0], : mask.shape[1]] = mask
@@ -150,36 +154,24 @@ def padded_mask(masks: list[Tensor]) -> Tensor:
 
 def make_plan(bundles: list[list[Block]], heads: int, group: int) -> Plan:
     """Computes the masks of the bundles, and the indices of their queries, keys and results."""
-    masks = [padded_mask([block.mask for block in some]) for some in bundles]
-    slots, real, keys, runs = [], [], [], list[Tensor]()
-    for some, mask in zip(bundles, masks, strict=True):
-        places, seen = (np.full((len(some), size), -1) for size in mask.shape[1:])
-        own = []
-        for row, block in enumerate(some):
-            end = 0
-            places[row, : block.mask.shape[0]] = np.arange(block.queries.start, block.queries.stop)
+    device = bundles[0][0].mask.device
+    of_heads = np.arange(heads * group).reshape(heads, 1, group, 1)
+    slots, plans = [], []
+    for blocks in bundles:
+        mask, runs = padded_mask([block.mask for block in blocks]), []
+        # -1: padding
+        queries, keys = (np.full((len(blocks), size), -1) for size in mask.shape[1:])
+        for row, block in enumerate(blocks):
+            span, end = block.queries, 0
+            queries[row, : span.stop - span.start] = np.arange(span.start, span.stop)
             for first, behind in block.keys:
-                own.append((row, end, first, behind))
-                seen[row, end : end + behind - first] = np.arange(first, behind)
+                runs.append((row, end, first, behind))
+                keys[row, end : end + behind - first] = np.arange(first, behind)
                 end += behind - first
-        runs.append(torch.tensor(own))
-        of_heads = np.arange(heads * group).reshape(heads, 1, group, 1)
-        slots.append((places.clip(0)[None, :, None] * heads * group + of_heads).ravel())
-        real.append(
-            np.broadcast_to(
-                places[None, :, None] >= 0, (heads, len(places), group, places.shape[1])
-            ).ravel()
-        )
-        keys.append(
-            (seen.clip(0)[None] * heads + np.arange(heads)[:, None, None]).ravel()
-            if len(seen) > 1
-            else np.zeros(0, np.int64)
-        )
-    slot, is_real = np.concatenate(slots), np.concatenate(real)
-    rows = np.flatnonzero(is_real)[np.argsort(slot[is_real])]
-    device = masks[0].device
-    found = (
-        torch.from_numpy(places).to(device)
-        for places in (slot, rows, np.flatnonzero(~is_real), *keys)
-    )
-    return Plan(masks, next(found), next(found), next(found), list(found), runs)
+        slots.append((queries[None, :, None] * heads * group + of_heads).ravel())
+        indices = keys.clip(0)[None] * heads + np.arange(heads)[:, None, None]
+        plans.append(Bundle(mask, torch.from_numpy(indices.ravel()).to(device), runs))
+    slot = np.concatenate(slots)
+    real, padding = np.flatnonzero(slot >= 0), np.flatnonzero(slot < 0)
+    indices = (slot.clip(0), real[np.argsort(slot[real])], padding)
+    return Plan(plans, *(torch.from_numpy(array).to(device) for array in indices), group)

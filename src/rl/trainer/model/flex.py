@@ -150,7 +150,7 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention with the mask of the layers with this window; the other arguments are
-    as in attention.block_attention."""
+    as in attention.BlockAttention."""
     kind = (scale, cap, sinks is not None, query.shape[2] % BLOCK == key.shape[2] % BLOCK == 0)
     function = kernel(*kind)
     if query.device.type in COMPILED_ON:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import safe_open
@@ -38,7 +39,6 @@ from rl.system.errors import RunError
 from rl.trainer.parallel.experts import experts_of, placements_of
 from rl.trainer.parallel.world import World
 
-GIB = 1024**3
 ROUTER = re.compile(r"\b(gate|router)\.")
 """What models call the layers that choose experts."""
 
@@ -50,34 +50,30 @@ class LocalShards:
     def __init__(self, model: PreTrainedModel) -> None:
         self.rows: dict[str, Tensor] = {}
         """The rows by the parameter's name."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
 
-        def take(parameter: nn.Parameter) -> nn.Parameter:
+        def take(name: str, parameter: nn.Parameter) -> Tensor | None:
             if not isinstance(parameter, DTensor):
-                return parameter
-            self.rows[names[parameter]] = parameter.detach().to_local()
+                return None
+            self.rows[name] = parameter.detach().to_local()
             empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             # FSDP divides further what this rank's experts are
             if "expert" in (parameter.device_mesh.mesh_dim_names or ()):
-                empty = distribute_tensor(
-                    empty, parameter.device_mesh["expert"], [Shard(0)], src_data_rank=None
-                )
-            return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                mesh = parameter.device_mesh["expert"]
+                empty = distribute_tensor(empty, mesh, [Shard(0)], src_data_rank=None)
+            return empty
 
         replace_parameters(model, take)
 
     def attach_shards(self, model: PreTrainedModel) -> None:
         """Gives the sharded model its rows. Raises RunError naming the parameters and buffers
         that have no values."""
-        names = {parameter: name for name, parameter in model.named_parameters()}
 
-        def fill(parameter: nn.Parameter) -> nn.Parameter:
-            if names[parameter] not in self.rows:
-                return parameter
+        def fill(name: str, parameter: nn.Parameter) -> Tensor | None:
+            if name not in self.rows:
+                return None
             assert isinstance(parameter, DTensor)
-            rows = self.rows.pop(names[parameter])
-            value = dtensor(rows, parameter.device_mesh, parameter.placements, parameter.shape)
-            return nn.Parameter(value, requires_grad=parameter.requires_grad)
+            layout = (parameter.device_mesh, parameter.placements)
+            return dtensor(self.rows.pop(name), *layout, parameter.shape)
 
         replace_parameters(model, fill)
         tensors = (*model.named_parameters(), *model.named_buffers())
@@ -88,16 +84,19 @@ class LocalShards:
             )
 
 
-def replace_parameters(model: nn.Module, new_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replaces each parameter by `new_of` it; a parameter that is used in several places remains
-    a single one."""
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in replaced:
-                replaced[parameter] = new_of(parameter)
-            if replaced[parameter] is not parameter:
-                setattr(module, name, replaced[parameter])
+def replace_parameters(
+    model: nn.Module, new_of: Callable[[str, nn.Parameter], Tensor | None]
+) -> None:
+    """Replaces the parameters of which `new_of` gives another tensor; one that is used in several
+    places remains a single one."""
+    for name, parameter in list(model.named_parameters()):
+        if (value := new_of(name, parameter)) is None:
+            continue
+        new = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        for module in model.modules():
+            for leaf, other in list(module._parameters.items()):
+                if other is parameter:
+                    setattr(module, leaf, new)
 
 
 def dtensor(
@@ -117,7 +116,7 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
     """
     reader = Reader(world)
     with reader.in_transformers():
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, **arguments
         )
     for name in reader.kept:
@@ -126,21 +125,19 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
     for experts in experts_of(model).values() if world and world.experts else ():
         for leaf, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
-                setattr(
-                    experts,
-                    leaf,
-                    nn.Parameter(
-                        reader.rows_of(experts, parameter), requires_grad=parameter.requires_grad
-                    ),
-                )
-    if missing := sorted(found["missing_keys"]):
+                setattr(experts, leaf, reader.rows_of(experts, parameter))
+    if missing := sorted(report["missing_keys"]):
         few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RunError(
             f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they "
             "complete, and of this model?"
         )
-    if world and world.is_main and (note := reader.note(model)):
-        print(f"{folder}: {note}", flush=True)
+    if reader.whole and world and world.is_main:
+        size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
+        print(
+            f"{folder}: each rank reads the whole model, {size:.2f} GiB, because {reader.whole}",
+            flush=True,
+        )
     return model
 
 
@@ -155,8 +152,6 @@ class Reader:
         sends tokens to other experts. They are small, so each rank holds them whole."""
         self.whole = "its class has its own way of loading"
         """The reason why the model is read whole; empty if it is not."""
-        self.converted: dict[str, int] = {}
-        """Bytes of the parameters that were made whole, by name."""
 
     @contextmanager
     def in_transformers(self) -> Iterator[None]:
@@ -166,71 +161,70 @@ class Reader:
         def load(
             model: PreTrainedModel, state_dict: None, files: list[str], settings: Any, **more: Any
         ) -> Any:
+            self.whole = why_whole(model, settings)
             with ExitStack() as opened:
-                self.whole = why_whole(model, settings)
                 if not self.whole:
+                    # Files are read, not mapped, because mapped pages count as this process's
+                    # memory, once for each rank.
+                    handles = [
+                        opened.enter_context(safe_open(file, "pt", device="cpu", backend="pread"))
+                        for file in files
+                    ]
                     state_dict = {
-                        name: part for file in files for name, part in slices(opened, file)
+                        name: handle.get_slice(name)
+                        for handle in handles
+                        for name in handle.keys()  # noqa: SIM118
                     }
                     self.place_rows(model, state_dict, settings.weight_mapping or [])
                     if self.world:
                         opened.enter_context(self.keeping_rows(model))
                 return original(model, state_dict, files, settings, **more)
 
-        PreTrainedModel._load_pretrained_model = staticmethod(load)
-        try:
+        with patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load)):
             yield
-        finally:
-            PreTrainedModel._load_pretrained_model = staticmethod(original)
 
-    def place_rows(self, model: PreTrainedModel, parts: dict[str, Any], mapping: list[Any]) -> None:
+    def place_rows(self, model: PreTrainedModel, slices: dict[str, Any], rules: list[Any]) -> None:
         """Replaces matrices of the model (on the meta device) that a file stores as such by
         DTensors: transformers reads their rows."""
-        mapping = copy.deepcopy(mapping)  # some rules remember what they have seen
-        renamings, converters = (
-            [rule for rule in mapping if isinstance(rule, kind)]
-            for kind in (WeightRenaming, WeightConverter)
-        )
+        rules = copy.deepcopy(rules)  # some remember what they have seen
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
         stacked: dict[str, list[list[int]]] = defaultdict(list)
-        mixed = len({part.get_dtype() for part in parts.values()}) > 1
-        for key in sorted(parts, key=dot_natural_key):
-            name, pattern = rename_source_key(
-                key, renamings, converters, model.base_model_prefix, state
-            )
+        mixed = len({stored.get_dtype() for stored in slices.values()}) > 1
+        for key in sorted(slices, key=dot_natural_key):
+            prefix, shape = model.base_model_prefix, slices[key].get_shape()
+            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
-                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, state)
-            if name in parameters and pattern and self.world:
+                name, pattern = rename_source_key(key, [], [], prefix, state)
+            if name not in parameters:
+                continue
+            module, parameter = model.get_submodule(name.rpartition(".")[0]), parameters[name]
+            if pattern and self.world:
                 rule = next(rule for rule in converters if pattern in rule.source_patterns)
-                stacked[name].append(parts[key].get_shape())
-                module = model.get_submodule(name.rpartition(".")[0])
-                if self.stacks_rows(rule, module, parameters[name], stacked[name]):
-                    self.place(model, name, parameters[name])
-            elif name in parameters and list(parameters[name].shape) == parts[key].get_shape():
-                self.place(model, name, parameters[name], mixed and parts[key].get_dtype() == "F32")
+                stacked[name].append(shape)
+                if self.stacks_rows(rule, module, parameter, stacked[name]):
+                    self.place(module, name, parameter)
+            elif list(parameter.shape) == shape:
+                self.place(module, name, parameter, mixed and slices[key].get_dtype() == "F32")
 
     def place(
-        self, model: PreTrainedModel, name: str, parameter: nn.Parameter, in_float32: bool = False
+        self, module: nn.Module, name: str, parameter: nn.Parameter, in_float32: bool = False
     ) -> None:
         """Replaces a matrix on the meta device by a DTensor, and what stays in float32 by a
         parameter of that type."""
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        is_layer = not [*module.children()]
-        if (
-            in_float32
-            and (ROUTER.search(name) or not is_layer)
-            and not hasattr(module, "_is_expert_parallel")
-        ):
+        leaf, is_layer = name.rpartition(".")[2], not [*module.children()]
+        is_router = ROUTER.search(name) or not is_layer
+        if in_float32 and is_router and not hasattr(module, "_is_expert_parallel"):
             self.kept.append(name)
             setattr(module, leaf, nn.Parameter(parameter.float()))
             if is_layer:  # it may not take a weight of another type than its inputs
                 module.register_forward_pre_hook(lambda _, inputs: (inputs[0].float(), *inputs[1:]))
         elif parameter.ndim >= 2 and self.world:
-            value = self.rows_of(module, parameter)
+            rows = self.rows_of(module, parameter)
             # transformers decides by type whether a parameter has a gradient, whatever its class
             # has set.
-            setattr(module, leaf, nn.Parameter(value, requires_grad=value.is_floating_point()))
+            setattr(module, leaf, rows.requires_grad_(rows.is_floating_point()))
 
     def stacks_rows(
         self,
@@ -244,13 +238,9 @@ class Reader:
         kinds = [
             (type(operation), getattr(operation, "dim", None)) for operation in rule.operations
         ]
-        rows, sources, ranks = (
-            parameter.shape[0],
-            len(rule.source_patterns),
-            self.world.mesh.size(-1),
-        )
-        _, placements = self.layout(module, parameter)
-        by_rows = not any(placement.is_shard(1) for placement in placements)
+        rows, sources = parameter.shape[0], len(rule.source_patterns)
+        ranks = self.world.mesh.size(-1)
+        by_rows = not any(placement.is_shard(1) for placement in self.layout(module, parameter)[1])
         return (
             len(shapes) == rows * sources
             and kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
@@ -268,31 +258,19 @@ class Reader:
         def keep(module: nn.Module, leaf: str, parameter: nn.Parameter) -> nn.Parameter | None:
             # parameters missing from the files are initialised whole
             loaded = getattr(parameter, "_is_hf_initialized", False)
-            name = f"{names.get(module)}.{leaf}"
-            if (
-                not loaded
-                or isinstance(parameter, DTensor)
-                or parameter.ndim < 2
-                or name in self.kept
-            ):
+            cut = isinstance(parameter, DTensor) or parameter.ndim < 2
+            if not loaded or cut or f"{names.get(module)}.{leaf}" in self.kept:
                 return None
-            self.converted[name] = parameter.nbytes
-            rows = nn.Parameter(
-                self.rows_of(module, parameter), requires_grad=parameter.requires_grad
-            )
+            rows = self.rows_of(module, parameter)
             rows._is_hf_initialized = True
             return rows
 
-        before = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
         handle = register_module_parameter_registration_hook(keep)
-        try:
-            yield
-        finally:
-            handle.remove()
-            os.environ.pop("HF_DEACTIVATE_ASYNC_LOAD")
-            if before is not None:
-                os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = before
+        with patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+            try:
+                yield
+            finally:
+                handle.remove()
 
     def layout(
         self, module: nn.Module, parameter: nn.Parameter
@@ -302,32 +280,16 @@ class Reader:
             return self.world.experts, placements_of(parameter, self.world.experts)
         return self.world.mesh, (Replicate(),) * (self.world.mesh.ndim - 1) + (Shard(0),)
 
-    def rows_of(self, module: nn.Module, parameter: nn.Parameter) -> DTensor:
+    def rows_of(self, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
         """Returns the matrix as a DTensor with a copy of this rank's rows."""
         mesh, placements = self.layout(module, parameter)
         sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        own = tuple(
-            slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)
+        index = tuple(
+            slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
         )
-        return dtensor(
-            parameter.detach()[own].clone(memory_format=torch.contiguous_format),
-            mesh,
-            placements,
-            parameter.shape,
-        )
-
-    def note(self, model: PreTrainedModel) -> str:
-        """Describes what was not read row by row and its memory; empty if everything was."""
-        if self.whole:
-            size = sum(parameter.nbytes for parameter in model.parameters()) / GIB
-            return f"each rank reads the whole model, {size:.2f} GiB, because {self.whole}"
-        if self.converted:
-            largest, count = max(self.converted.values()) / GIB, len(self.converted)
-            return (
-                f"each rank loads {count} whole matrices, one after the other, and keeps its "
-                f"rows; the largest has {largest:.2f} GiB"
-            )
-        return ""
+        rows = parameter.detach()[index].clone(memory_format=torch.contiguous_format)
+        value = dtensor(rows, mesh, placements, parameter.shape)
+        return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
 
 def why_whole(model: PreTrainedModel, settings: Any) -> str:
@@ -336,29 +298,12 @@ def why_whole(model: PreTrainedModel, settings: Any) -> str:
         return "its files are quantised"
     if model.is_custom_code():
         return "its code came with it (model.trust_remote_code)"
-    if changes_loaded_embeddings(model):
-        return "its class changes embeddings after they are loaded"
-    return ""
-
-
-def changes_loaded_embeddings(model: PreTrainedModel) -> bool:
-    """Whether the code that initialises missing parameters also changes a loaded embedding
-    (Youtu's does, at the padding token)."""
+    # the code that initialises missing parameters may change a loaded embedding, too (Youtu's does,
+    # at the padding token)
     loaded = nn.Embedding.from_pretrained(torch.ones(2, 1), freeze=False, padding_idx=0)
     loaded.weight._is_hf_initialized = True  # type: ignore[assignment]
     try:
         model.base_model._init_weights(loaded)
     except AttributeError:  # it expects its own class of embedding, so this cannot be tested
-        return True
-    return bool((loaded.weight != 1).any())
-
-
-def slices(opened: ExitStack, file: str) -> list[tuple[str, Any]]:
-    """Returns (name, reader of any part) for the tensors of a safetensors file, which stays open as
-    long as `opened`.
-
-    Files are read, not mapped, because mapped pages count as this process's memory, once for each
-    rank.
-    """
-    handle = opened.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
-    return [(name, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118
+        loaded.weight.data.zero_()
+    return "its class changes embeddings after they are loaded" * bool((loaded.weight != 1).any())

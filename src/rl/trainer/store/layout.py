@@ -198,10 +198,10 @@ def runs(value: Tensor, is_main: bool) -> Iterator[tuple[int, int, int]]:
     whole, shape, offset = tuple(value.shape), tuple(value.shape), (0,) * value.ndim
     if isinstance(value, DTensor):
         mesh, placements = value.device_mesh, value.placements
-        place = mesh.get_coordinate()
-        if place is None or any(
+        coordinate = mesh.get_coordinate()
+        if coordinate is None or any(
             index and placement.is_replicate()
-            for index, placement in zip(place, placements, strict=True)
+            for index, placement in zip(coordinate, placements, strict=True)
         ):
             return
         shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, placements)

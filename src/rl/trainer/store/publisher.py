@@ -150,8 +150,8 @@ class Publisher:
         """Only now: after a power cut the version is trained again from the checkpoint and the
         batches, which are durable."""
         with spans.span("make_durable", "publisher", number):
-            for made in (self.run_dir.digests(number), path):
-                make_durable(made)
+            make_durable(self.run_dir.digests(number))
+            make_durable(path)
         if needed is None:  # the trainer leaves; its next start announces this version again
             return
         # The next one may become a delta of this version; the best versions of evaluations; and the

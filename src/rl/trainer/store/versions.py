@@ -60,7 +60,7 @@ class PublishedVersion:
         slices = [(part.tensor, part.first, part.end) for part in self.image.slices]
 
         def hashed() -> list[list]:
-            data = [memoryview(self.image.bytes_of(*place).numpy()) for place in slices]
+            data = [memoryview(self.image.bytes_of(*bounds).numpy()) for bounds in slices]
             return [
                 [tensor.name, first, end, value]
                 for (tensor, first, end), value in zip(slices, hash_each(digest, data), strict=True)
