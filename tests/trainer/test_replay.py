@@ -24,7 +24,7 @@ from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
 from rl.trainer.replay import LINES, compare
 from rl.trainer.start import start
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from rl.trainer.train import train
 from rl.wire.batch_file import decode_batch, write_batch
 from tests.trainer.samples import in_bfloat16, make_batch, run_config
@@ -262,7 +262,7 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
     def found(name, change):
         run_dir = copy_of(config.run_dir, tmp_path / name)
         change(run_dir)
-        return compare(run_dir, STEPS, version, Ranks())
+        return compare(run_dir, STEPS, version, RankThreads())
 
     def flip(run_dir):
         path = next(run_dir.weights(STEPS).glob("*.safetensors"))
