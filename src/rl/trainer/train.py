@@ -299,7 +299,7 @@ def train_batch(trainer: Trainer, packed: Packed, timer: Timer) -> dict[str, flo
         )
     trainer.status.enter(Phase.TRAINING, step)
     lr = config.trainer.optim.lr_at(step, config.max_steps)
-    with explain_out_of_memory(context.model, packed.micro_batches, config, context.world):
+    with explain_out_of_memory(context.model, packed.micro_batches, context.world):
         metrics = train_step(context, packed, lr, timer)
     return trainer.batches.source.meaningful(metrics, step)
 
