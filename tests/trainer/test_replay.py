@@ -178,7 +178,9 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
     for name, lr in (("same", 1e-3), ("other", 2e-3)):
         config = make_config(tmp_path, parent.model.name, **parent.trainer.model_dump())
         config.name, config.trainer.optim.lr, config.trainer.checkpoint.interval = name, lr, 1
-        make(config, parent.run_dir, BranchOrigin(str(parent.run_dir.root), 2, 0.0, []), clean=False)
+        make(
+            config, parent.run_dir, BranchOrigin(str(parent.run_dir.root), 2, 0.0, []), clean=False
+        )
         write_file(config.run_dir.quarantined(QUARANTINED), b"{}")
         for batch in batches[2:]:
             write_batch(config.run_dir.batch(batch.step), batch, {})
