@@ -356,7 +356,7 @@ def given_arguments(setup: WorkerSetup, key: str) -> dict[str, Any]:
 def main() -> None:
     import uvloop
 
-    from rl.envs.load import check_prompts
+    from rl.envs.environment import check_prompts
 
     logging.getLogger("verifiers").setLevel(logging.WARNING)  # it logs every rollout
     setup = given_setup()

@@ -32,7 +32,7 @@ from rl.envs.classic.rows import (
     set_attributes,
     share_rubrics,
 )
-from rl.envs.load import limited, places, without_exit
+from rl.envs.environment import limited, places, without_exit
 from rl.envs.policy import SAMPLING_KEYS, TALKS, Policy, RolloutError
 from rl.models.chat import Message, Tool
 from rl.run_dir import spans

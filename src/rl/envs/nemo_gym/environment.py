@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rl.envs.load import limited, places
+from rl.envs.environment import limited, places
 from rl.envs.nemo_gym.head import Head
 from rl.envs.nemo_gym.wire import (
     SAMPLING_PARAMS,

@@ -21,7 +21,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, task
 
 from rl.config.environment_id import module_name
 from rl.config.installed import check_installed, comes_with_verifiers
-from rl.envs.load import v1_exports
+from rl.envs.environment import v1_exports
 from rl.envs.v1.harness import HARNESS_ID
 from rl.system.errors import RunError
 from rl.system.terminal import did_you_mean

@@ -19,7 +19,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.utils.memory import trim_memory_periodically
 from verifiers.v1.utils.retries import run_episode_with_retry
 
-from rl.envs.load import exits_are_errors, limited, places
+from rl.envs.environment import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Policy, RolloutError
 from rl.envs.v1.client import ActiveTrace, PolicyClientConfig, as_episode
 from rl.envs.v1.config import V1Config
