@@ -3,6 +3,7 @@ itself sees: test_sdk.py."""
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import shutil
@@ -173,6 +174,23 @@ class Client:
 
     async def call(self, path, body):
         return await self.result(await self.post(path, body))
+
+
+def with_client(test):
+    """A test of a client of a new server."""
+
+    def run(tmp_path, **arguments):
+        async def scenario():
+            async with Client(tmp_path) as client:
+                await test(client, **arguments)
+
+        asyncio.run(scenario())
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    parameters = [*inspect.signature(test).parameters.values()]
+    first = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([first, *parameters[1:]])
+    return run
 
 
 def forward_backward(model_id, number, loss="cross_entropy", **inputs):
@@ -372,48 +390,38 @@ def step_of(model, number):
     return {"model_id": model, "seq_id": number, "adam_params": {}}
 
 
-def test_names_are_told_apart_and_stay_in_their_folder(tmp_path):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            for number, name in enumerate(("epoch-0.5", "epoch-0.25"), 1):
-                await client.call("optim_step", step_of(model, 3 * number - 2))
-                for offset, kind in enumerate(("save_weights", "save_weights_for_sampler")):
-                    await client.call(
-                        kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name}
-                    )
-            storage = client.sampling.storage
-            saved = [
-                storage.find(f"tinker://{model}/sampler_weights/{name}")[1]
-                for name in ("epoch-0.5", "epoch-0.25")
-            ]
-            assert [one.policy_version for one in saved] == [1, 2] and len(
-                storage.all_saved(model)
-            ) == 4
-            for number, name in enumerate((".", "..", "\u4e00", ".hidden"), 7):
-                answer = await client.call(
-                    "save_weights", {"model_id": model, "seq_id": number, "path": name}
-                )
-                assert answer["category"] == "user"
-
-    asyncio.run(scenario())
+@with_client
+async def test_names_are_told_apart_and_stay_in_their_folder(client):
+    model = await new_model(client)
+    for number, name in enumerate(("epoch-0.5", "epoch-0.25"), 1):
+        await client.call("optim_step", step_of(model, 3 * number - 2))
+        for offset, kind in enumerate(("save_weights", "save_weights_for_sampler")):
+            await client.call(
+                kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name}
+            )
+    storage = client.sampling.storage
+    saved = [
+        storage.find(f"tinker://{model}/sampler_weights/{name}")[1]
+        for name in ("epoch-0.5", "epoch-0.25")
+    ]
+    assert [one.policy_version for one in saved] == [1, 2] and len(storage.all_saved(model)) == 4
+    for number, name in enumerate((".", "..", "\u4e00", ".hidden"), 7):
+        answer = await client.call(
+            "save_weights", {"model_id": model, "seq_id": number, "path": name}
+        )
+        assert answer["category"] == "user"
 
 
-def test_openai_requests_name_what_there_is(tmp_path):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            for name, status in (
-                ("typo:train:0", 404),
-                (model, 400),
-                (f"tinker://{model}/sampler_weights/a", 400),
-            ):
-                answer = await client.http.post(
-                    "/v1/completions", json={"model": name, "prompt": "a"}
-                )
-                assert answer.status_code == status, "the base model answered"
-
-    asyncio.run(scenario())
+@with_client
+async def test_openai_requests_name_what_there_is(client):
+    model = await new_model(client)
+    for name, status in (
+        ("typo:train:0", 404),
+        (model, 400),
+        (f"tinker://{model}/sampler_weights/a", 400),
+    ):
+        answer = await client.http.post("/v1/completions", json={"model": name, "prompt": "a"})
+        assert answer.status_code == status, "the base model answered"
 
 
 def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_ends_nothing(
@@ -568,53 +576,49 @@ def test_after_a_restart_a_request_is_sampled_again_once_its_client_asks_for_it(
     asyncio.run(again(asyncio.run(first())))
 
 
-def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(
-    tmp_path, monkeypatch
+@with_client
+async def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(
+    client, monkeypatch
 ):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            await client.post("forward_backward", forward_backward(model, 1))
-            await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
-            saved = await client.call(
-                "save_weights_external",
-                {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200},
-            )
-            assert saved["path"] == f"tinker://{model}/external_weights/e"
-            await client.post("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {}})
-            again = await client.call(
-                "save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"}
-            )
-            assert "exists: choose another name" in again["error"]
-            named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
-            (listed,) = (await client.http.get("/api/v1/checkpoints")).json()["checkpoints"]
-            assert listed["checkpoint_type"] == "external" and listed["expires_at"]
-            urls = (await client.http.get(f"{named}/external_weights_urls")).json()["urls"]
-            (url,) = urls.values()
-            assert [*urls] == ["adapter_model.safetensors"]
-            key = client.http.headers.pop("x-api-key")
-            assert (await client.http.get(url)).content == b"\x01"
-            assert (await client.http.get(f"{url}0")).status_code == 401
-            assert (await client.http.get(url.replace("adapter_model", "other"))).status_code == 401
-            assert (await client.http.get(url.split("?")[0])).status_code == 401
-            with monkeypatch.context() as later:
-                now = time.time()
-                later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
-                assert (await client.http.get(url)).status_code == 401
-            client.http.headers["x-api-key"] = key
-            path = {
-                "session_id": model.partition(":")[0],
-                "sampling_session_seq_id": 0,
-                "model_path": saved["path"],
-            }
-            assert (
-                "cannot be sampled"
-                in (await client.post("create_sampling_session", path, 400))["detail"]
-            )
-            assert (await client.http.delete(named)).status_code == 200
-            assert (await client.http.get(url)).status_code == 404
-
-    asyncio.run(scenario())
+    model = await new_model(client)
+    await client.post("forward_backward", forward_backward(model, 1))
+    await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+    saved = await client.call(
+        "save_weights_external",
+        {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200},
+    )
+    assert saved["path"] == f"tinker://{model}/external_weights/e"
+    await client.post("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {}})
+    again = await client.call(
+        "save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"}
+    )
+    assert "exists: choose another name" in again["error"]
+    named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
+    (listed,) = (await client.http.get("/api/v1/checkpoints")).json()["checkpoints"]
+    assert listed["checkpoint_type"] == "external" and listed["expires_at"]
+    urls = (await client.http.get(f"{named}/external_weights_urls")).json()["urls"]
+    (url,) = urls.values()
+    assert [*urls] == ["adapter_model.safetensors"]
+    key = client.http.headers.pop("x-api-key")
+    assert (await client.http.get(url)).content == b"\x01"
+    assert (await client.http.get(f"{url}0")).status_code == 401
+    assert (await client.http.get(url.replace("adapter_model", "other"))).status_code == 401
+    assert (await client.http.get(url.split("?")[0])).status_code == 401
+    with monkeypatch.context() as later:
+        now = time.time()
+        later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
+        assert (await client.http.get(url)).status_code == 401
+    client.http.headers["x-api-key"] = key
+    path = {
+        "session_id": model.partition(":")[0],
+        "sampling_session_seq_id": 0,
+        "model_path": saved["path"],
+    }
+    assert (
+        "cannot be sampled" in (await client.post("create_sampling_session", path, 400))["detail"]
+    )
+    assert (await client.http.delete(named)).status_code == 200
+    assert (await client.http.get(url)).status_code == 404
 
 
 def test_a_server_of_many_models_opens_the_files_of_few(tmp_path, monkeypatch):
@@ -710,90 +714,77 @@ async def base_session(client):
     ],
     ids=["empty", "vocabulary", "long", "stable_reinforce"],
 )
-def test_a_sample_that_is_refused_says_what_is_wrong(tmp_path, tokens, more, says):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
-            sample = {
-                "prompt": prompt,
-                "sampling_params": {},
-                "sampling_session_id": await base_session(client),
-                "seq_id": 0,
-                **more,
-            }
-            assert says in (await client.post("asample", sample, 400))["detail"]
-
-    asyncio.run(scenario())
+@with_client
+async def test_a_sample_that_is_refused_says_what_is_wrong(client, tokens, more, says):
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    sample = {
+        "prompt": prompt,
+        "sampling_params": {},
+        "sampling_session_id": await base_session(client),
+        "seq_id": 0,
+        **more,
+    }
+    assert says in (await client.post("asample", sample, 400))["detail"]
 
 
 @pytest.mark.parametrize(
     ("asked", "sent"), [({}, 8), ({"max_tokens": 20}, 20), ({"max_tokens": 99}, 62)]
 )
-def test_an_answer_without_max_tokens_has_a_bound(tmp_path, monkeypatch, asked, sent):
+@with_client
+async def test_an_answer_without_max_tokens_has_a_bound(client, monkeypatch, asked, sent):
     """It went on to the end of the context, for minutes."""
     for room in ("sampling", "openai"):
         monkeypatch.setattr(f"rl.tinker.{room}.DEFAULT_TOKENS", 8)
+    limits, generate = [], client.servers.generate
 
-    async def scenario():
-        async with Client(tmp_path) as client:
-            limits, generate = [], client.servers.generate
+    async def noting(session, token_ids, sampling):
+        limits.append(sampling["max_tokens"])
+        return await generate(session, token_ids, sampling)
 
-            async def noting(session, token_ids, sampling):
-                limits.append(sampling["max_tokens"])
-                return await generate(session, token_ids, sampling)
-
-            async def send(method, url, path, body=None):
-                if method == "POST":
-                    limits.append(body["max_tokens"])
-                return 200, json.dumps(
-                    {
-                        "policy_version": client.servers.held,
-                        "model": "tiny",
-                        "engine": "",
-                        "choices": [],
-                    }
-                ).encode()
-
-            client.servers.generate, client.servers.send = noting, send
-            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-            sample = {
-                "prompt": prompt,
-                "sampling_params": asked,
-                "sampling_session_id": await base_session(client),
-                "seq_id": 0,
+    async def send(method, url, path, body=None):
+        if method == "POST":
+            limits.append(body["max_tokens"])
+        return 200, json.dumps(
+            {
+                "policy_version": client.servers.held,
+                "model": "tiny",
+                "engine": "",
+                "choices": [],
             }
-            await client.call("asample", sample)
-            assert limits == [sent]
-            if sent < 62:
-                answer = await client.http.post(
-                    "/v1/chat/completions", json={"model": "meta/x", "messages": [], **asked}
-                )
-                assert answer.status_code == 200 and limits == [sent, sent]
+        ).encode()
 
-    asyncio.run(scenario())
+    client.servers.generate, client.servers.send = noting, send
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    sample = {
+        "prompt": prompt,
+        "sampling_params": asked,
+        "sampling_session_id": await base_session(client),
+        "seq_id": 0,
+    }
+    await client.call("asample", sample)
+    assert limits == [sent]
+    if sent < 62:
+        answer = await client.http.post(
+            "/v1/chat/completions", json={"model": "meta/x", "messages": [], **asked}
+        )
+        assert answer.status_code == 200 and limits == [sent, sent]
 
 
-def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(tmp_path):
+@with_client
+async def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(client):
     """It looks for it by the name that get_info and samplers give; recipes compare that of runs
     and weights with theirs."""
-
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            info = await client.post("get_info", {"model_id": model})
-            assert (
-                info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
-                and info["model_name"] == "meta/x"
-            )
-            session = await base_session(client)
-            assert (await client.http.get(f"/api/v1/samplers/{session}")).json()[
-                "base_model"
-            ] == "tiny"
-            assert (await client.http.get(f"/api/v1/training_runs/{model}")).json()[
-                "base_model"
-            ] == "meta/x"
-
-    asyncio.run(scenario())
+    model = await new_model(client)
+    info = await client.post("get_info", {"model_id": model})
+    assert (
+        info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
+        and info["model_name"] == "meta/x"
+    )
+    session = await base_session(client)
+    assert (await client.http.get(f"/api/v1/samplers/{session}")).json()["base_model"] == "tiny"
+    assert (await client.http.get(f"/api/v1/training_runs/{model}")).json()[
+        "base_model"
+    ] == "meta/x"
 
 
 NO_TEXT, DEEP = (
@@ -806,38 +797,27 @@ NO_TEXT, DEEP = (
 @pytest.mark.parametrize(
     "body", [b"{}", b"[", b"[]", b'{"model_id": 1, "tinker_path": 1}', NO_TEXT, DEEP]
 )
-def test_a_body_that_is_no_request_is_refused_as_such(tmp_path, path, body):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            answer = await client.http.post(f"/{path}", content=body)
-            assert answer.status_code == 400 and "detail" in answer.json()
-            assert (await client.http.get("/api/v1/sessions?limit=x")).status_code == 400
-
-    asyncio.run(scenario())
+@with_client
+async def test_a_body_that_is_no_request_is_refused_as_such(client, path, body):
+    answer = await client.http.post(f"/{path}", content=body)
+    assert answer.status_code == 400 and "detail" in answer.json()
+    assert (await client.http.get("/api/v1/sessions?limit=x")).status_code == 400
 
 
 @pytest.mark.parametrize("key", ["sampling_session_id", "policy_version", "type"])
-def test_words_of_a_client_that_look_like_ours_change_no_answer(tmp_path, key):
+@with_client
+async def test_words_of_a_client_that_look_like_ours_change_no_answer(client, key):
     """`user_metadata` comes back in the answer to create_model, which was searched for our
     names."""
-
-    async def scenario():
-        async with Client(tmp_path) as client:
-            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
-                "session_id"
-            ]
-            new = {"session_id": session, "base_model": "meta/x", "lora_config": {"rank": 4}}
-            for number, metadata in enumerate(
-                ({key: "x"}, {"x": key}, {key: "save_weights_for_sampler"})
-            ):
-                answer = await client.call(
-                    "create_model", {**new, "model_seq_id": number, "user_metadata": metadata}
-                )
-                assert (
-                    answer["type"] == "create_model" and answer["made"]["user_metadata"] == metadata
-                )
-
-    asyncio.run(scenario())
+    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
+        "session_id"
+    ]
+    new = {"session_id": session, "base_model": "meta/x", "lora_config": {"rank": 4}}
+    for number, metadata in enumerate(({key: "x"}, {"x": key}, {key: "save_weights_for_sampler"})):
+        answer = await client.call(
+            "create_model", {**new, "model_seq_id": number, "user_metadata": metadata}
+        )
+        assert answer["type"] == "create_model" and answer["made"]["user_metadata"] == metadata
 
 
 @pytest.mark.parametrize("ticks", range(8))
@@ -899,53 +879,47 @@ BAD = {
 }
 
 
-def test_what_is_wrong_fails_alone_and_says_why(tmp_path):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            for number, (name, (loss, inputs, said)) in enumerate(BAD.items(), 1):
-                answer = await client.call(
-                    "forward_backward", forward_backward(model, number, *loss, **inputs)
-                )
-                assert answer["category"] == "user" and said in answer["error"], name
-            for offset, (key, value) in enumerate(
-                (("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))
-            ):
-                body = (
-                    f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": '
-                    f'{{"{key}": {value}}}}}'.encode()
-                )
-                assert (await client.call("optim_step", body))["category"] == "user"
-            external = {
-                "model_id": model,
-                "seq_id": len(BAD) + 4,
-                "path": "e",
-                "age_encryption_recipients": ["age1"],
-            }
-            assert (
-                "does not encrypt"
-                in (await client.call("save_weights_external", external))["error"]
-            )
-            assert client.learner.done == [("create", 4)]
-            assert await new_model(client, rank=9) is None
-            other = {
-                "session_id": model.partition(":")[0],
-                "model_seq_id": 5,
-                "base_model": "no/such",
-                "lora_config": {},
-            }
-            assert "--serve.alias no/such" in (await client.call("create_model", other))["error"]
-            await client.post("optim_step", {"model_id": "x:train:0", "seq_id": 1}, 404)
-            await client.post("create_model", {**other, "session_id": "nobody"}, 404)
-            path = {
-                "session_id": "s",
-                "sampling_session_seq_id": 0,
-                "model_path": "tinker://x:train:0/sampler_weights/a",
-            }
-            await client.post("create_sampling_session", path, 400)
-            await client.post("create_session", b"[", 400)
-            await client.post("copy_weights", {}, 403)
-            client.http.headers["x-api-key"] = "tml-wrong"
-            await client.post("create_session", {}, 401)
-
-    asyncio.run(scenario())
+@with_client
+async def test_what_is_wrong_fails_alone_and_says_why(client):
+    model = await new_model(client)
+    for number, (name, (loss, inputs, said)) in enumerate(BAD.items(), 1):
+        answer = await client.call(
+            "forward_backward", forward_backward(model, number, *loss, **inputs)
+        )
+        assert answer["category"] == "user" and said in answer["error"], name
+    for offset, (key, value) in enumerate(
+        (("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))
+    ):
+        body = (
+            f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": '
+            f'{{"{key}": {value}}}}}'.encode()
+        )
+        assert (await client.call("optim_step", body))["category"] == "user"
+    external = {
+        "model_id": model,
+        "seq_id": len(BAD) + 4,
+        "path": "e",
+        "age_encryption_recipients": ["age1"],
+    }
+    assert "does not encrypt" in (await client.call("save_weights_external", external))["error"]
+    assert client.learner.done == [("create", 4)]
+    assert await new_model(client, rank=9) is None
+    other = {
+        "session_id": model.partition(":")[0],
+        "model_seq_id": 5,
+        "base_model": "no/such",
+        "lora_config": {},
+    }
+    assert "--serve.alias no/such" in (await client.call("create_model", other))["error"]
+    await client.post("optim_step", {"model_id": "x:train:0", "seq_id": 1}, 404)
+    await client.post("create_model", {**other, "session_id": "nobody"}, 404)
+    path = {
+        "session_id": "s",
+        "sampling_session_seq_id": 0,
+        "model_path": "tinker://x:train:0/sampler_weights/a",
+    }
+    await client.post("create_sampling_session", path, 400)
+    await client.post("create_session", b"[", 400)
+    await client.post("copy_weights", {}, 403)
+    client.http.headers["x-api-key"] = "tml-wrong"
+    await client.post("create_session", {}, 401)
