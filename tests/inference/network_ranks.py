@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl.inference.over_network import NetworkWeights
+from rl.inference.weights import NetworkWeights
 from rl.run_dir.checksums import content_of
 from rl.run_dir.digests import digest
 from rl.run_dir.files import write_file

@@ -135,7 +135,9 @@ def merge_and_cut(path) -> None:
 
 def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda fd: None)
-    monkeypatch.setattr(faults, "plan", faults.Plan(trace=str(tmp_path / "trace"), process="p"))
+    monkeypatch.setattr(
+        faults, "plan", faults.FaultPlan(trace=str(tmp_path / "trace"), process="p")
+    )
     merge_and_cut(tmp_path / "traced" / "metrics.jsonl")
     monkeypatch.setattr(faults, "plan", None)
     points = [tuple(line.split()[1:]) for line in (tmp_path / "trace").read_text().splitlines()]
@@ -154,7 +156,7 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
     for number, (name, count) in enumerate(points):
         path = tmp_path / f"life-{number}" / "metrics.jsonl"
         if (child := os.fork()) == 0:
-            faults.plan = faults.Plan(f"p:{name}:{count}", process="p")
+            faults.plan = faults.FaultPlan(f"p:{name}:{count}", process="p")
             merge_and_cut(path)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, name

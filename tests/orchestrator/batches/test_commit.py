@@ -74,7 +74,7 @@ class KilledError(BaseException):
 
 
 class Dying:
-    """Replaces faults.Plan: the process dies at the k-th point that is reached."""
+    """Replaces faults.FaultPlan: the process dies at the k-th point that is reached."""
 
     def __init__(self, points: int):
         self.left = points
