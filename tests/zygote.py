@@ -189,7 +189,7 @@ def live(order: dict) -> None:
         os.dup2(log.fileno(), 2)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     if order["fault"] or order["trace"]:
-        faults.plan = faults.Plan(order["fault"], order["trace"], process=order["role"])
+        faults.plan = faults.FaultPlan(order["fault"], order["trace"], process=order["role"])
     code = 0
     try:
         if order["setup"]:

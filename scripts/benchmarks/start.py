@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from rl.records.spans import Done, Recording
+from rl.records.spans import Done, SpanRecording
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5
@@ -63,7 +63,7 @@ def run(folder: Path, flags: list[str]) -> tuple[float, list[Done]]:
         *flags,
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=ROOT, timeout=PATIENCE_S)
-    recording = Recording(folder / "run" / "spans")
+    recording = SpanRecording(folder / "run" / "spans")
     recording.refresh()
     return began, recording.between(0.0, math.inf)[0]
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from rl.cluster import agent as module
-from rl.cluster.agent import Agent
+from rl.cluster.agent import RankAgent
 from rl.config.run import RLConfig
 from rl.launch.devices import Share, Split
 from rl.launch.roles import AGENT
-from rl.run_dir.nodes import World
+from rl.run_dir.nodes import TrainerWorld
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.children import PYTHON
 from tests.waiting import alive, until
@@ -46,7 +46,7 @@ def make(tmp_path, children, monkeypatch):
     monkeypatch.setattr(module, "PYTHON", (str(program), *PYTHON[1:]))
     monkeypatch.setattr(module, "AGENT", [str(program), *AGENT[1:]])
 
-    def make_agent(ranks: int) -> tuple[Agent, Path]:
+    def make_agent(ranks: int) -> tuple[RankAgent, Path]:
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
         tables = {
             "name": "x",
@@ -57,7 +57,7 @@ def make(tmp_path, children, monkeypatch):
         share = Share([], sorted(os.sched_getaffinity(0)), {"SHARE": "1"})
         note = tmp_path / "note"
         environment = {"NODE": "1", "NOTE": str(note)}
-        return Agent(
+        return RankAgent(
             RLConfig.model_validate(tables),
             1,
             5,
@@ -69,8 +69,8 @@ def make(tmp_path, children, monkeypatch):
     return make_agent
 
 
-def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> World:
-    return World(
+def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> TrainerWorld:
+    return TrainerWorld(
         generation=generation,
         nodes=list(nodes),
         leases=[5] * len(nodes),

@@ -9,7 +9,7 @@ from rl.cluster.lead import TAKEN, Leader, on_a_cluster, with_open_hosts
 from rl.cluster.world import END_S
 from rl.config.run import RLConfig
 from rl.run_dir.lease import LEASE_S, hold_role
-from rl.run_dir.nodes import World
+from rl.run_dir.nodes import TrainerWorld
 from tests.waiting import until
 
 
@@ -83,10 +83,10 @@ def test_one_that_takes_over_ends_the_ranks_of_the_world_before(leader):
     one = leader("sys.exit(0)")
     one.nodes.write(
         one.nodes.world_path,
-        World(generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1]),
+        TrainerWorld(generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1]),
     )
     until(lambda: one.poll() or one.child)
-    assert one.nodes.world() == World(
+    assert one.nodes.world() == TrainerWorld(
         generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1], stop="kill"
     )
 

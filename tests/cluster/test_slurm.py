@@ -460,27 +460,6 @@ class TestSlurm:
             restarts for _, restarts, *_ in run.starts()
         } == {"0"}
 
-    def test_killed_alone(self, cluster, tmp_path, monkeypatch):
-        """A machine whose process is killed starts it again by itself, while the others stay."""
-        run = Run(cluster, tmp_path, monkeypatch)
-        run.wait_for_starts((0, 0), (1, 0), (2, 0))
-        os.kill(next(int(pid) for index, _, _, pid in run.starts() if index == "1"), 9)
-        run.wait_for_starts((0, 0), (1, 0), (2, 0), (1, 0))
-        slurm.cancel(run.jobs, run.config)
-        run.wait_for_end()
-
-    def test_lost_trainer(self, cluster, tmp_path, monkeypatch):
-        """If all machines that train are needed, the loss of one starts them all again; those
-        that serve stay."""
-        run = Run(cluster, tmp_path, monkeypatch)
-        run.wait_for_starts((0, 0), (1, 0), (2, 0))
-        lost = next(node for index, _, node, _ in run.starts() if index == "1")
-        cluster.kill(lost)
-        run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
-        cluster.start(lost)
-        slurm.cancel(run.jobs, run.config)
-        run.wait_for_end()
-
     def test_fewer_trainers(self, cluster, tmp_path, monkeypatch):
         """With min_trainer_nodes the job outlives the loss of a machine, and has all of them
         when it is queued again."""

@@ -11,7 +11,7 @@ from rl.commands.compare import means, seed_lines, stretches
 from rl.config.command_line import build, parse_args, to_toml
 from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from tests.commands.driver import called
 
 
@@ -186,7 +186,7 @@ def test_rewards_of_several_environments_are_not_mixed(runs, capsys):
 
 def test_of_a_branch_it_says_where_it_began(runs, capsys):
     Path("outputs", "y", "origin.json").write_bytes(
-        msgspec.json.encode(Origin("outputs/x", 1, 0.0, []))
+        msgspec.json.encode(BranchOrigin("outputs/x", 1, 0.0, []))
     )
     assert (
         called(capsys, "compare", "x", "y")[1].splitlines()[1]

@@ -87,7 +87,7 @@ def test_the_best_version(run):
         look(f"{run}@best:a").policy_version == 3
         and look(f"{run}@best", evals=("c", "b")).policy_version == 12
     )
-    assert f"{run}@best:x: the run has no such evaluation; it has a, b" in fault(f"{run}@best:x")
+    assert f"{run}@best:x: the run has no such evaluation; there are a, b" in fault(f"{run}@best:x")
 
 
 def test_a_run_that_is_not_there(run):
@@ -117,7 +117,7 @@ def test_an_endpoint(monkeypatch):
         assert "has no model goood; did you mean good?" in fault(one.url, model="goood")
         assert (
             f"{two.url}: answered 401; the key comes from $OPENAI_API_KEY, which is not set "
-            "(see --api-key-var)" == fault(two.url)
+            "(--api-key-var OPENAI_API_KEY)" == fault(two.url)
         )
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
         assert "$OPENAI_API_KEY, which was refused" in fault(two.url)

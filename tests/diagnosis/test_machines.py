@@ -9,7 +9,7 @@ import pytest
 from rl.diagnosis.machines import changes
 from rl.diagnosis.state import Machine
 from rl.diagnosis.waits import diagnose
-from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver, World
+from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver, TrainerWorld
 from rl.run_dir.status import Phase, Staleness
 from rl.system.linux import pid_scope
 from tests.diagnosis.test_waits import FILLING, SERVING, Run, does, gone
@@ -73,7 +73,7 @@ def test_each_machine_has_a_line(run):
     run.machine(1, "trainer", silent=90.0)
     run.machine(2, "inference", silent=1.0, leaving=True)
     run.nodes.write(
-        run.nodes.world_path, World(generation=3, nodes=[0, 1], leases=[1, 1], ranks=[8, 8])
+        run.nodes.world_path, TrainerWorld(generation=3, nodes=[0, 1], leases=[1, 1], ranks=[8, 8])
     )
     run.on(0, "orchestrator", FILLING)
     for rank in range(8):

@@ -112,30 +112,12 @@ def held(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def share(model: nn.Module) -> int:
-    """The bytes of the worker's own weights, as its loaders see them."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    tensors = {}
-    for module in model.modules():
-        records = get_layerwise_info(module).restore_metadata[0]
-        for name, now in module._parameters.items():
-            if now is not None or name in records:
-                tensors[id(now) if now is not None else (id(module), name)] = records.get(name, now)
-        tensors |= {
-            (id(module), name): record
-            for name, record in records.items()
-            if name not in module._parameters
-        }
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def load(road: str, model: nn.Module, folder: Path, config: Any) -> int:
-    """Loads a folder into a model; returns the bytes read."""
+def load(road: str, model: nn.Module, folder: Path, config: Any) -> None:
+    """Loads a folder into a model."""
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-    from rl.inference.file_tensor import Weights
     from rl.inference.staging import Staged
+    from rl.inference.weights import Weights
     from rl.inference.worker import repacked
 
     weights = Weights(folder)
@@ -150,7 +132,6 @@ def load(road: str, model: nn.Module, folder: Path, config: Any) -> int:
             )
     else:
         Staged(model, weights, config, in_host=road == "copied").put_in_place()
-    return weights.bytes_read
 
 
 def main() -> None:
@@ -171,7 +152,7 @@ def main() -> None:
 
 
 def compare(case: dict[str, Any], rank: int, config: Any) -> None:
-    """Prints what each road reads and holds."""
+    """Prints what each road holds."""
     old, new = map(Path, case["versions"])
     fresh = held(model_of(new, config))
     for road in case["roads"]:
@@ -180,7 +161,7 @@ def compare(case: dict[str, Any], rank: int, config: Any) -> None:
             held(model),
             {name: tensor.data_ptr() for name, tensor in model.named_parameters()},
         )
-        num_read = load(road, model, new, config)
+        load(road, model, new, config)
         after = held(model)
         differing = [
             name for name in fresh if not torch.equal(fresh[name], after.get(name, torch.empty(0)))
@@ -197,8 +178,6 @@ def compare(case: dict[str, Any], rank: int, config: Any) -> None:
             "case": case["name"],
             "rank": rank,
             "road": road,
-            "read": num_read,
-            "share": share(model),
             "moved": len(moved),
         }
         print(

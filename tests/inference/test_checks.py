@@ -37,6 +37,7 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.store import versions
+from rl.wire.balance import Balancer
 from rl.wire.inference_client import LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
@@ -90,9 +91,7 @@ def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
             outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once
         )
 
-    engine = SimpleNamespace(
-        sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once
-    )
+    engine = SimpleNamespace(sampling=nullcontext, ranks=Balancer(), add_request=once)
     work = VersionedEngine.sample(engine, [1, 2, 3, 4, 5, 6], SamplingParams(), routes=True)
     if said:
         with pytest.raises(ValueError, match=said):
@@ -112,9 +111,7 @@ def test_an_answer_that_vllm_cut_off_is_none(reason):
             outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once
         )
 
-    engine = SimpleNamespace(
-        sampling=nullcontext, ranks=SimpleNamespace(use=lambda _: nullcontext(0)), add_request=once
-    )
+    engine = SimpleNamespace(sampling=nullcontext, ranks=Balancer(), add_request=once)
     with pytest.raises(CutOffError, match="the server is stopping"):
         asyncio.run(VersionedEngine.sample(engine, [1], SamplingParams()))
 
@@ -428,7 +425,7 @@ def test_a_version_is_waited_for_as_long_as_its_trainer_writes(tmp_path):
             "right",
             True,
             "it is gone",
-            ["stages_weights", "stage_weights", "staging_state", *["forget_weights"] * 2],
+            ["stages_weights", "stage_weights", "staging_state", "forget_weights"],
             "it is gone",
         ),
         (

@@ -86,16 +86,7 @@ def test_several_engines_and_several_workers(tmp_path, kind):
                 assert gone.status_code == 404
                 # then all workers read one mirror
                 path = as_deltas(versions, tmp_path / "deltas")[1] if kind == "tensor" else None
-                loaded, size = (
-                    server.load(1, path).json(),
-                    (versions[1] / "model.safetensors").stat().st_size,
-                )
-                assert loaded["policy_version"] == 1
-                assert (
-                    0.9 * size < loaded["bytes_read"] <= size
-                    if kind == "data"
-                    else size / 2 < loaded["bytes_read"] < 0.9 * size
-                )
+                assert server.load(1, path).json()["policy_version"] == 1
         if kind == "data":  # each of its engines is one of tests/inference/test_server.py
             return
         greedy = {"max_tokens": 32, "temperature": 0.0}

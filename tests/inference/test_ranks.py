@@ -3,15 +3,17 @@
 import asyncio
 from collections import Counter
 
-from rl.inference.ranks import Ranks
+from rl.inference.engine import engine_of
+from rl.wire.balance import Balancer
 
 
 def test_a_session_stays_with_its_engine_and_new_ones_go_where_least_is_open():
     """How requests are balanced is asserted in tests/wire/test_fleet.py, for servers."""
-    ranks, done = Ranks(4), asyncio.Event()
+    engines, done = Balancer(), asyncio.Event()
+    engines.update(map(str, range(4)))
 
     async def request(session: int | None) -> int | None:
-        with ranks.use(session) as rank:
+        with engine_of(engines, session) as rank:
             await done.wait()
             return rank
 
@@ -23,5 +25,5 @@ def test_a_session_stays_with_its_engine_and_new_ones_go_where_least_is_open():
 
     first, again = (found := asyncio.run(main()))[:8], found[8:16]
     assert first == again and Counter(first) == {0: 2, 1: 2, 2: 2, 3: 2} and found[16] is None
-    with Ranks(1).use(5) as only:
+    with engine_of(Balancer(), 5) as only:
         assert only is None

@@ -11,8 +11,7 @@ import pytest
 
 from rl.config.command_line import build, parse_args
 from rl.diagnosis.rollouts import messages_text
-from rl.launch.console import COLUMNS, Console, cell
-from rl.launch.phases import alike, phase_text
+from rl.launch.console import COLUMNS, Console, alike, cell, phase_text
 from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status

@@ -1,7 +1,6 @@
 """The restart policy, with small scripts in place of the processes: restarts, waits, messages
 and leftovers."""
 
-import errno
 import json
 import os
 import signal
@@ -935,35 +934,3 @@ def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_kill
     ):
         run.finish()
     assert len(run.events("death", "model")) == 1
-
-
-def test_a_start_that_the_system_refuses_is_tried_again_as_often_as_one_that_dies(
-    make, monkeypatch
-):
-    """Regression: it ended the run without a back-off, a report, or the command to continue."""
-    run, begin = make(max_restarts=3), Children.start
-    refusals = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * 2
-
-    def start(self, name, *args):
-        if name == "trainer" and refusals:
-            raise refusals.pop()
-        return begin(self, name, *args)
-
-    monkeypatch.setattr(Children, "start", start)
-    run.begin()
-    run.ready("trainer")
-    assert [event["reason"] for event in run.events("death")] == [
-        "could not be started: Resource temporarily unavailable"
-    ] * 2
-    assert [text for text in run.said if "tried again" in text] == [
-        "warning: trainer could not be started: Resource temporarily unavailable; it is "
-        f"tried again in {s} s"
-        for s in (0.05, 0.1)
-    ]
-    refusals.append(OSError(errno.ENOSPC, "No space left on device", "/full"))
-    os.kill(run.child("trainer").pid, signal.SIGKILL)
-    with pytest.raises(
-        RunError,
-        match=r"could not be started: No space left on device \(/full\), 4 times; make room",
-    ):
-        run.until(lambda: False)

@@ -103,7 +103,7 @@ def test_logs_are_listed_printed_and_searched_by_name(run):
     ]
     assert rl(run, "logs", "outputs/r", "trainer", "-n", "1")[1] == "second\n"
     code, _, error = rl(run, "logs", "outputs/r", "trainr")
-    assert code == 1 and "there are inference, model, orchestrator, trainer" in error
+    assert code == 1 and "did you mean trainer?" in error
 
 
 def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
@@ -287,11 +287,10 @@ def test_logs_of_a_role_on_all_machines_and_on_one(cluster, capsys):
         "slurm-5_1",
     ):
         (cluster.dir.logs / f"{name}.log").write_text(f"of {name}\n")
-    view = logs.View(cluster.dir.logs, "trainer", None, None, 5)
-    view.start(view.found())
+    view = logs.View(cluster.dir.logs, "trainer", None, None)
+    view.show_last(view.logs(), 5)
     (cluster.dir.logs / "trainer-node3-1.log").write_text("of trainer-node3-1\nmore")
-    view.new()
-    view.close()
+    view.show_new(is_last=True)
     assert capsys.readouterr().out.splitlines() == [
         "trainer       | of trainer-1",
         "trainer-node0 | of trainer-node0-1",
@@ -307,8 +306,8 @@ def test_logs_of_a_role_on_all_machines_and_on_one(cluster, capsys):
         ("trainer-node0", None, ["trainer-node0"]),
         ("", "7", []),
     ):
-        assert [*logs.View(cluster.dir.logs, process, node, None, 5).found()] == found
+        assert [*logs.View(cluster.dir.logs, process, node, None).logs()] == found
     assert (
-        logs.View(cluster.dir.logs, "trainer", "7", None, 5).may_come()
-        and not logs.View(cluster.dir.logs, "trainr", None, None, 5).may_come()
+        logs.View(cluster.dir.logs, "trainer", "7", None).may_come()
+        and not logs.View(cluster.dir.logs, "trainr", None, None).may_come()
     )

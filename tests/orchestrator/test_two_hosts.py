@@ -54,7 +54,7 @@ stopped. And not between a merge's check of the lease and its append, which woul
 in metrics.jsonl (the last one counts)."""
 
 
-class Stops(faults.Plan):
+class Stops(faults.FaultPlan):
     """Stops the process with all its threads instead of killing it."""
 
     def strike(self) -> None:

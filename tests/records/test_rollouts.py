@@ -377,7 +377,7 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
 def test_a_million_rollouts_take_a_hundred_megabytes_and_filters_are_fast():
     lines, words = (
         [
-            columns.Line(reward=i / 7, messages=b"", env="e", metrics={"m": 1.0})
+            columns.RolloutLine(reward=i / 7, messages=b"", env="e", metrics={"m": 1.0})
             for i in range(1000)
         ],
         columns.Words(),

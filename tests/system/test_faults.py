@@ -21,7 +21,7 @@ from rl.run_dir.files import (
     write_file,
 )
 from rl.system import faults
-from rl.system.faults import Plan, kind_of, parse
+from rl.system.faults import FaultPlan, kind_of, parse
 from rl.system.linux import pid_scope
 
 
@@ -66,7 +66,7 @@ def trace(tmp_path, monkeypatch):
     """The points of `write_things`, in order, without the statuses that threads of other tests
     may write meanwhile."""
     path = tmp_path / "trace"
-    monkeypatch.setattr(faults, "plan", Plan(trace=str(path), process="p"))
+    monkeypatch.setattr(faults, "plan", FaultPlan(trace=str(path), process="p"))
     write_things(tmp_path / "traced")
     monkeypatch.setattr(faults, "plan", None)
     points = [
@@ -87,7 +87,7 @@ def test_a_death_at_any_point_leaves_nothing_half(tmp_path, trace):
     for number, (name, count) in enumerate(trace):
         root = tmp_path / str(number)
         if (child := os.fork()) == 0:
-            faults.plan = Plan(f"p:{name}:{count}", process="p")
+            faults.plan = FaultPlan(f"p:{name}:{count}", process="p")
             write_things(root)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL, name
@@ -110,7 +110,7 @@ def test_a_death_at_any_point_leaves_nothing_half(tmp_path, trace):
 def test_an_error_at_any_point_leaves_nothing_half_and_names_the_file(tmp_path, monkeypatch, trace):
     """The disk is full at every call, including in the middle of a write."""
 
-    class Full(Plan):
+    class Full(FaultPlan):
         def strike(self):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -91,7 +91,7 @@ def test_limits_of_containers_and_jobs(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(
         machine,
         "control_groups",
-        partial(control_groups, own=tmp_path / "own", mounted=tmp_path / "mounted"),
+        partial(control_groups, listed=tmp_path / "own", mounted=tmp_path / "mounted"),
     )
     assert machine.cpu_quota() == 2.5 and machine.memory_bytes() == (2000, 1500)
 
@@ -110,7 +110,7 @@ def test_without_limits_there_is_what_the_machine_has(files, tmp_path, monkeypat
         machine.cpu_quota() == math.inf
         and machine.memory_bytes()[0] == psutil.virtual_memory().total
     )
-    assert control_groups("cpu", own=tmp_path / "none") == []
+    assert control_groups("cpu", listed=tmp_path / "none") == []
 
 
 def test_where_a_process_is_is_looked_up_once_and_again_in_a_child(monkeypatch):

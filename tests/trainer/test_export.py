@@ -242,16 +242,6 @@ def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_f
     assert f"{tmp_path}/gone': no such folder" in capsys.readouterr().err
     (tmp_path / "moved").symlink_to(tied_folder)
     export(run_dir.root, "--to", tmp_path / "b", "--model.name", tmp_path / "moved")
-    config = tied_folder / "config.json"
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in tied_folder.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
-    (other / "config.json").write_text(
-        config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1')
-    )
-    export(run_dir.root, "--to", tmp_path / "c", "--model.name", other, code=1)
-    assert "was written by another model than model.name" in capsys.readouterr().err
 
 
 def test_other_weights_of_the_same_shapes_are_another_base(adapted, tmp_path, tied_folder, capsys):

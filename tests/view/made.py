@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.nodes import Nodes, NodeStatus, World
+from rl.run_dir.nodes import Nodes, NodeStatus, TrainerWorld
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span
 from rl.run_dir.token_log import CLIPPED, write_token_log
@@ -62,7 +62,7 @@ def make_cluster_run(root: Path) -> RunDir:
         names = {"host": f"<b>host{index}", "place": f"elsewhere-{index}"}
         status = NodeStatus(index=index, roles=roles, ranks=ranks, **names, **about)
         nodes.write(nodes.status_path(index), status)
-    nodes.write(nodes.world_path, World(generation=0, nodes=[0], leases=[1], ranks=[8]))
+    nodes.write(nodes.world_path, TrainerWorld(generation=0, nodes=[0], leases=[1], ranks=[8]))
     run_dir.logs.mkdir(exist_ok=True)
     for name in ("rl-1", "trainer-node0-1", "trainer-node1-1"):
         (run_dir.logs / f"{name}.log").write_text(f"of {name}\n")

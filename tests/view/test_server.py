@@ -23,7 +23,7 @@ from rl.records.run import Run
 from rl.run_dir.access_token import link
 from rl.run_dir.metric_names import SECTIONS
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
@@ -139,7 +139,7 @@ def test_a_branch_is_compared_as_one_and_environments_at_equal_shares(tmp_path):
             del rewards["reward/words/mean"]
         for step in (1, 2):
             MetricsLog(files.metrics, "orchestrator").write(step, rewards)
-    files.origin.write_bytes(msgspec.json.encode(Origin("x", 40, 0.0, [])))
+    files.origin.write_bytes(msgspec.json.encode(BranchOrigin("x", 40, 0.0, [])))
     handlers = Handlers(Library([tmp_path]))
     found = handlers.compare(run=["x", "y"])
     said = "y: branch of x at step 40; it began with what that run had learned"
@@ -166,7 +166,7 @@ def write_metrics(files: RunDir, *lines: dict) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def deaths(handlers: Handlers, **axis: str) -> list[responses.Mark]:
+def deaths(handlers: Handlers, **axis: str) -> list[responses.CurveMark]:
     marks = handlers.curves(run=["x"], **axis).marks
     return [mark for mark in marks if mark.kind in ("death", "restart")]
 

@@ -11,13 +11,13 @@ from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.devices import Split
 from rl.launch.roles import AGENT
-from rl.run_dir.nodes import AgentState, World
+from rl.run_dir.nodes import AgentState, TrainerWorld
 from rl.run_dir.status import read_status
 from rl.system.children import PYTHON, STOP_DEADLINE_S, Child
 from rl.trainer.departure import GRACE
 
 
-class Agent:
+class RankAgent:
     """Starts the ranks of each new world that this machine belongs to, and ends them when it is
     over. Call `poll` twice a second."""
 
@@ -36,7 +36,7 @@ class Agent:
         self.run_dir, self.index, self.lease, self.share = config.run_dir, index, lease, share
         self.children, self.environment = children, environment
         self.grace_s = config.cluster.grace_s
-        self.world: World | None = None
+        self.world: TrainerWorld | None = None
         """The world that its ranks belong to, or have belonged to."""
         self.child: Child | None = None
         self.exit_code: int | None = None
@@ -55,7 +55,7 @@ class Agent:
     def generation(self) -> int:
         return self.world.generation if self.world else 0
 
-    def poll(self, world: World | None) -> None:
+    def poll(self, world: TrainerWorld | None) -> None:
         """Starts and ends ranks so that they belong to the newest world."""
         if not self.child:
             is_new = world and not world.stop and world.generation > self.generation
@@ -81,7 +81,7 @@ class Agent:
         if self.child:
             self._ended(self.child, -signal.SIGKILL)
 
-    def _start(self, world: World) -> None:
+    def _start(self, world: TrainerWorld) -> None:
         rank, size = world.nodes.index(self.index), len(world.nodes)
         address, port, ranks = world.address, world.port, self.share.ranks
         command = [*PYTHON, "-m", "rl.trainer.main", "@", str(self.run_dir.config)]

@@ -15,7 +15,7 @@ from rl.launch.children import Children
 from rl.launch.roles import Role, command
 from rl.launch.run import Placement, launch, on_this_machine, resume_command
 from rl.run_dir.access_token import is_loopback
-from rl.run_dir.lease import Attempt, RoleTakenError, declare_lost
+from rl.run_dir.lease import LeaseAttempt, RoleTakenError, declare_lost
 from rl.run_dir.logs import last_words
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir, is_run
@@ -63,9 +63,9 @@ def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:
     OSError and Stopped."""
     line.resume = -1 if is_run(config.run_dir.root) else None
     again = resume_command(["@", str(config.run_dir.config)])
-    place = on_this_machine if plan(config).is_one_machine else on_a_cluster
+    placement = on_this_machine if plan(config).is_one_machine else on_a_cluster
     try:
-        return launch(config, line, children, again, place)
+        return launch(config, line, children, again, placement)
     except RoleTakenError as error:
         print(f"rl: {error}", file=sys.stderr)
         return TAKEN
@@ -86,7 +86,7 @@ class Leader:
         words = ["node", "--lead", "@", str(path), "--cluster.index", str(index)]
         self.command = [*PYTHON, "-m", "rl.main", *words]
         self.child: Child | None = None
-        self.attempt: Attempt | None = None
+        self.attempt: LeaseAttempt | None = None
         self.try_at = time.monotonic() + index * TRY_S
         settings = config.supervisor
         self.restarts = RestartPolicy(
@@ -121,7 +121,7 @@ class Leader:
         machine that stands still.
         """
         self.lock.parent.mkdir(parents=True, exist_ok=True)
-        self.attempt = self.attempt or Attempt(self.lock)
+        self.attempt = self.attempt or LeaseAttempt(self.lock)
         lease = self.attempt.take()
         if not lease:
             return False

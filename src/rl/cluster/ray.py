@@ -55,7 +55,7 @@ MISSING = (
 )
 
 
-class Head:
+class RayHead:
     """Ray's head, as one machine sees it. Ray's own calls would wait for it."""
 
     def __init__(self, address: str):
@@ -75,7 +75,7 @@ class NodeActor:
 
     def __init__(self, arguments: list[str], logs: str, name: str, head: str, grace_s: float):
         self.arguments, self.logs, self.name, self.grace_s = arguments, Path(logs), name, grace_s
-        self.head, self.stopping = Head(head), threading.Event()
+        self.head, self.stopping = RayHead(head), threading.Event()
         self.process: Any = None
 
     def run(self, delay_s: float, variables: dict[str, str]) -> int:
@@ -133,7 +133,7 @@ def stays(config: RLConfig) -> bool:
 def render(config: RLConfig, run_dir: RunDir) -> str:
     """Returns the commands of the actors."""
     places = [place_of(run_dir, index) for index in range(cluster_of(config).nodes)]
-    return "".join(f"rl node {shlex.join(place)}\n" for place in places)
+    return "".join(f"rl node {shlex.join(words)}\n" for words in places)
 
 
 def place_of(run_dir: RunDir, index: int) -> list[str]:
@@ -160,11 +160,11 @@ def run(
         remedy = "start one (`ray start --head`), or give its address as cluster.ray.address"
         raise RunError(f"no Ray cluster at {address}: {error}\n{remedy}") from None
     finally:
-        for signum, handler in handlers.items():  # Ray has put its own in their place
+        for signum, handler in handlers.items():  # Ray has put its own in their words
             signal.signal(signum, handler)
     driver, text = Driver(ray, config, run_dir, program), ""
     try:
-        driver.place()
+        driver.words()
         code = driver.watch()
     except Stopped as stop:
         children.stop_caught()
@@ -200,7 +200,7 @@ class Driver:
     def __init__(self, ray: Any, config: RLConfig, run_dir: RunDir, program: Sequence[str]):
         self.ray, self.cluster = ray, cluster_of(config)
         self.run_dir, self.program = run_dir, program
-        self.head = Head(ray.get_runtime_context().gcs_address)
+        self.head = RayHead(ray.get_runtime_context().gcs_address)
         self.group: Any = None
         self.actors: list[Any] = []
         self.waiting: dict[Any, int] = {}
@@ -208,7 +208,7 @@ class Driver:
         self.starts = Counter[int]()
         self.variables = own_variables()
 
-    def place(self) -> None:
+    def words(self) -> None:
         """Gets the machines, and an actor on each. Raises RunError if Ray does not have them
         within cluster.join_timeout_s."""
         settings, count, util = self.cluster.ray, self.cluster.nodes, self.ray.util

@@ -176,9 +176,9 @@ def note(text: str) -> None:
 
 def commands(config: RLConfig) -> list[str]:
     """Returns the commands for machines that no engine starts."""
-    place = shlex.quote(str(config.run_dir.config))
+    path = shlex.quote(str(config.run_dir.config))
     return [
-        f"  rl node @ {place} --cluster.index {index}" for index in range(cluster_of(config).nodes)
+        f"  rl node @ {path} --cluster.index {index}" for index in range(cluster_of(config).nodes)
     ]
 
 

@@ -1,7 +1,7 @@
 """The trainer of a run on a cluster, as one process of its leader: forms a world of the machines
 that train, and ends as it ends.
 
-    waits for the machines -> writes the World -> each machine starts its agent
+    waits for the machines -> writes the TrainerWorld -> each machine starts its agent
         -> all end well (0), one fails (its exit code), one is lost or killed (KILLED)
         -> a machine leaves or returns: stops the agents after a checkpoint, forms the next world
 
@@ -26,7 +26,7 @@ from rl.config.run import RLConfig
 from rl.launch.role_state import rank_code
 from rl.run_dir.lease import LEASE_S, declare_lost, lease_path
 from rl.run_dir.logs import killed_rank, last_lines
-from rl.run_dir.nodes import Nodes, NodeStatus, Stop, World
+from rl.run_dir.nodes import Nodes, NodeStatus, Stop, TrainerWorld
 from rl.run_dir.status import HEARTBEAT_S, Phase, Staleness, Status, archive_status, is_over
 from rl.system.children import Stopped
 from rl.system.errors import DAMAGED, KILLED, RESTART, RunError, system_error
@@ -74,7 +74,7 @@ class Launcher:
         self.cut_off: list[int] = []
         """Machines that this one does not reach, whether or not they live."""
         self.status = Status(config.run_dir.status(PROCESS), PROCESS)
-        self.world = self.nodes.world() or World(generation=0, nodes=[], leases=[], ranks=[])
+        self.world = self.nodes.world() or TrainerWorld(generation=0, nodes=[], leases=[], ranks=[])
         """The newest world; at first that of a predecessor, which may not have ended."""
 
     def run(self) -> int:
@@ -153,7 +153,7 @@ class Launcher:
         """Returns the seconds for which this process has seen no new heartbeat of a machine."""
         return self.heartbeats.look(str(index), (status.started, status.heartbeat))
 
-    def form(self, began: float) -> World:
+    def form(self, began: float) -> TrainerWorld:
         """Waits for: the machines that train, up to cluster.join_timeout_s after `began`.
         Returns the next world. Raises RunError."""
         while True:
@@ -184,7 +184,7 @@ class Launcher:
         self.status.enter(Phase.WAITING_FOR_RANKS)
         members = [here[index] for index in sorted(here)]
         newest = max([self.world.generation, *(status.generation for status in members)])
-        return World(
+        return TrainerWorld(
             generation=newest + 1,
             nodes=sorted(here),
             leases=[status.lease for status in members],
@@ -195,7 +195,7 @@ class Launcher:
 
     # A world --------------------------------------------------------------------------------------
 
-    def watch(self, world: World) -> int | None:
+    def watch(self, world: TrainerWorld) -> int | None:
         """Returns the exit code with which the training ended; None if it is to go on with other
         machines."""
         while True:
@@ -250,7 +250,7 @@ class Launcher:
         say(f"lost machine {index}{f' ({status.host})' if status else ''}: {why}")
         declare_lost(lease_path(self.nodes.lock(index), lease))
 
-    def returned(self, world: World, living: dict[int, NodeStatus]) -> list[int]:
+    def returned(self, world: TrainerWorld, living: dict[int, NodeStatus]) -> list[int]:
         """Returns machines that are not in the world, would fit into it, and have been there for
         SETTLE_S."""
         now, before, self.here = time.monotonic(), self.here, {}
@@ -264,7 +264,7 @@ class Launcher:
                 say(f"machine {index} is not taken in: {fault}")
         return [index for index, (since, _) in self.here.items() if now - since >= SETTLE_S]
 
-    def end(self, world: World, stop: Stop) -> None:
+    def end(self, world: TrainerWorld, stop: Stop) -> None:
         """Has the agents of a world end, and waits for them. Machines that are lost do not count:
         when they return, they see a newer world.
 
@@ -287,11 +287,11 @@ class Launcher:
             # of ranks that were killed: the next world may have fewer
             archive_status(path, self.config.run_dir.spans)
 
-    def tell(self, world: World, stop: Stop) -> None:
+    def tell(self, world: TrainerWorld, stop: Stop) -> None:
         """Tells the agents of a world to end."""
         self.write(msgspec.structs.replace(world, stop=stop))
 
-    def write(self, world: World) -> None:
+    def write(self, world: TrainerWorld) -> None:
         """Publishes a world. Raises RunError if there is a newer one: another machine leads by
         now, because this one was stopped."""
         newest = self.nodes.world()
@@ -306,7 +306,7 @@ class Launcher:
             )
         self.nodes.write(self.nodes.world_path, world)
 
-    def still_running(self, world: World) -> list[int]:
+    def still_running(self, world: TrainerWorld) -> list[int]:
         """Returns the machines whose agents run, or may still start because the machine has not
         seen that the world is over."""
         running = []

@@ -35,7 +35,7 @@ from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.checksums import is_delta, verify_checkpoint
 from rl.run_dir.files import link_tree, write_directory, write_file
 from rl.run_dir.lease import hold_role
-from rl.run_dir.origin import Change, Origin, first_step
+from rl.run_dir.origin import BranchOrigin, Change, first_step
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 from rl.system.machine import machine
@@ -139,7 +139,7 @@ def main(args: list[str], children: Children) -> int:
     make(
         config,
         parent,
-        Origin(str(root), step, round(time.time(), 3), changes),
+        BranchOrigin(str(root), step, round(time.time(), 3), changes),
         clean="clean" in line.switches,
     )
     head = f"{config.run_dir.root}: branch of {root} at step {step}"
@@ -202,7 +202,7 @@ def check_changes(
         )
 
 
-def make(config: RLConfig, parent: RunDir, origin: Origin, *, clean: bool) -> None:
+def make(config: RLConfig, parent: RunDir, origin: BranchOrigin, *, clean: bool) -> None:
     """Creates the directory of the branch atomically, by rename. Raises RunError."""
     run_dir, step = config.run_dir, origin.step
     weights = parent.weights(step)

@@ -25,7 +25,7 @@ from rl.commands.options import (
 from rl.commands.play_session import play_session, run, task_count
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail
-from rl.config.options import Option
+from rl.config.options import options
 from rl.config.quick import EXAMPLES
 from rl.config.run import RLConfig
 from rl.homes.resolve import Homes, homes_of
@@ -41,25 +41,25 @@ if TYPE_CHECKING:
     from rl.orchestrator.workers.pool import PlayJob
 
 OPTIONS = (
-    Option(
-        "output", "FILE", "JSONL file to append to; rollouts already in it are not played again"
-    ),
+    *options("""
+output FILE: JSONL file to append to; rollouts already in it are not played again
+"""),
     POLICY,
     *ENDPOINT,
-    Option(
-        "limit",
-        "N",
-        "total number of tasks, taken from the environments in turn; default: every task once",
-    ),
-    Option("samples", "N", "rollouts per task; default: 1"),
-    Option("tokens", "", "also save token ids, log-probabilities and versions of every turn"),
+    *options("""
+limit N: total number of tasks, taken from the environments in turn; default: every task once
+samples N: rollouts per task; default: 1
+tokens: also save token ids, log-probabilities and versions of every turn
+"""),
     CONCURRENCY,
 )
 HELP = usage(
-    "usage: rl collect [@ FILE] --output FILE.jsonl [--policy SPEC] [--KEY VALUE] ...\n\n"
-    "Plays training tasks of the environments and writes one line per finished rollout. A "
-    "second start continues the file.\n"
-    "Exit code 1: some were lost to a server or worker that failed.",
+    """\
+usage: rl collect [@ FILE] --output FILE.jsonl [--policy SPEC] [--KEY VALUE] ...
+
+Plays training tasks of the environments and writes one line per finished rollout. A second start
+continues the file.
+Exit code 1: some were lost to a server or worker that failed.""",
     OPTIONS,
     POLICY_SPECS,
 )

@@ -10,7 +10,7 @@ from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, loa
 from rl.commands.play_session import PlaySession, play_session, run, scratch, write_lines
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import Spelled, fail
-from rl.config.options import Option, take
+from rl.config.options import options, take
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import messages_text, plain, rollout_text
 from rl.homes.resolve import Homes, homes_of
@@ -19,41 +19,39 @@ from rl.system.errors import RunError
 from rl.system.terminal import say, visible
 from rl.wire.worker_messages import Description
 
-ARGS = Option(
-    "args",
-    "JSON",
-    'arguments of the environment: \'{"difficulty": "hard"}\', or one at a time as '
-    "--args.difficulty hard",
-)
+(ARGS,) = options("""
+args JSON: arguments of the environment: '{"difficulty": "hard"}', or one at a time as
+    --args.difficulty hard
+""")
 OPTIONS = (
     ARGS,
-    Option(
-        "split", "train|eval", "split whose tasks are shown, played and exported; default: train"
-    ),
-    Option("rollouts", "N", "play the first N tasks once and print the rollouts in full"),
+    *options("""
+split train|eval: split whose tasks are shown, played and exported; default: train
+rollouts N: play the first N tasks once and print the rollouts in full
+"""),
     POLICY,
     *ENDPOINT,
-    Option("export", "FILE", "write the tasks as JSONL"),
-    Option("limit", "N", "tasks to export; default: all"),
+    *options("""
+export FILE: write the tasks as JSONL
+limit N: tasks to export; default: all
+"""),
     CONCURRENCY,
-    Option(
-        "serve-gym",
-        "N",
-        "serve the environment on port N as an agent of NeMo Gym; see docs/nemo_gym.md",
-    ),
-    Option(
-        "head-server",
-        "URL",
-        "with --serve-gym: NeMo Gym's head server; default: http://127.0.0.1:11000",
-    ),
+    *options("""
+serve-gym N: serve the environment on port N as an agent of NeMo Gym; see docs/nemo_gym.md
+head-server URL: with --serve-gym: NeMo Gym's head server; default: http://127.0.0.1:11000
+"""),
 )
 HELP = usage(
-    "usage: rl env ID [--args JSON] [--split train|eval] [--rollouts N] [--export FILE] "
-    "[--serve-gym PORT] [--KEY VALUE] ...\n\n"
-    "Shows kind, arguments, sizes, an example, reward functions and tools of an environment: "
-    "owner/name, pypi:name, ./folder, or a name.\n"
-    "Without an ID, shows the configuration's first environment. No model or server is "
-    "needed unless --rollouts is given.\n\n"
+    """\
+usage: rl env ID [--args JSON] [--split train|eval] [--rollouts N] [--export FILE] [--serve-gym
+PORT] [--KEY VALUE] ...
+
+Shows kind, arguments, sizes, an example, reward functions and tools of an environment: owner/name,
+pypi:name, ./folder, or a name.
+Without an ID, shows the configuration's first environment. No model or server is needed unless
+--rollouts is given.
+
+"""
     + "\n".join(f"  {line}" for verb in homes.VERBS.values() for line in verb.splitlines()),
     OPTIONS,
     POLICY_SPECS,

@@ -19,7 +19,7 @@ from rl.commands.options import (
 from rl.commands.play_session import PlaySession, play_session, run, task_count
 from rl.commands.policy_spec import Source, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
-from rl.config.options import Option
+from rl.config.options import options
 from rl.config.orchestrator import EnvSource, EvalConfig
 from rl.config.quick import shrink
 from rl.config.run import RLConfig
@@ -34,28 +34,29 @@ from rl.wire.worker_messages import Ready, derived_seed
 
 OPTIONS = (
     POLICY,
-    Option(
-        "compare",
-        "SPEC",
-        "a second policy to play on the same examples, or the report.json of an earlier evaluation",
-    ),
+    *options("""
+compare SPEC: a second policy to play on the same examples, or the report.json of an earlier
+    evaluation
+"""),
     *ENDPOINT,
-    Option("limit", "N", "examples of every evaluation; overrides num_examples"),
-    Option("samples", "N", "rollouts per example; overrides samples"),
+    *options("""
+limit N: examples of every evaluation; overrides num_examples
+samples N: rollouts per example; overrides samples
+"""),
     CONCURRENCY,
-    Option(
-        "output",
-        "DIR",
-        "directory for the report and rollouts; default: outputs/eval-NAME/TIME, NAME being "
-        "the run or what is played",
-    ),
+    *options("""
+output DIR: directory for the report and rollouts; default: outputs/eval-NAME/TIME, NAME being
+    the run or what is played
+"""),
 )
 HELP = usage(
-    "usage: rl eval [@ FILE] [--policy SPEC] [--compare SPEC] [--KEY VALUE] ...\n\n"
-    "Plays [[orchestrator.eval]], or the eval splits of the environments if there is none; "
-    "an environment without one is played on its\n"
-    "training examples. Sampling is set by orchestrator.sampling and "
-    "orchestrator.eval.sampling; temperature 0 is greedy.",
+    """\
+usage: rl eval [@ FILE] [--policy SPEC] [--compare SPEC] [--KEY VALUE] ...
+
+Plays [[orchestrator.eval]], or the eval splits of the environments if there is none; an environment
+without one is played on its
+training examples. Sampling is set by orchestrator.sampling and orchestrator.eval.sampling;
+temperature 0 is greedy.""",
     OPTIONS,
     POLICY_SPECS,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from rl.commands.policy_spec import find_run, need_weights, version_number
 from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import Option, option_lines, take
+from rl.config.options import option_lines, options, take
 from rl.config.stored import run_dir_of
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
@@ -17,28 +17,16 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 
-OPTIONS = (
-    Option("to", "DIR", "directory for the model; must not exist yet"),
-    Option(
-        "push",
-        "OWNER/NAME",
-        "also push the model to this repository on the Hugging Face hub; without --to, only "
-        "push it",
-    ),
-    Option(
-        "public",
-        "",
-        "with --push: make the repository public; by default a new repository is private",
-    ),
-    Option(
-        "merge",
-        "",
-        "for a run with trainer.lora: export the base model with the adapters merged, not "
-        "the adapters alone",
-    ),
-    Option("dtype", "bfloat16|float32", "default: model.dtype of the run"),
-    Option("overwrite", "", "replace an existing model"),
-)
+OPTIONS = options("""
+to DIR: directory for the model; must not exist yet
+push OWNER/NAME: also push the model to this repository on the Hugging Face hub; without --to,
+    only push it
+public: with --push: make the repository public; by default a new repository is private
+merge: for a run with trainer.lora: export the base model with the adapters merged, not the
+    adapters alone
+dtype bfloat16|float32: default: model.dtype of the run
+overwrite: replace an existing model
+""")
 HELP = f"""usage: rl export RUN[@STEP] --to DIR [--push OWNER/NAME] [--merge] [--dtype TYPE]
                  [--overwrite] [--KEY VALUE] ...
 

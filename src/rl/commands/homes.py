@@ -9,18 +9,22 @@ from rl.commands.options import usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.environment_id import fetched, homes_root, module_name, read_id, requirement_fault
-from rl.config.options import Option, take
+from rl.config.options import Option, options, take
 from rl.homes.home import delete, read, read_record, read_records, text_of
 from rl.homes.make import ensure, install_record
 from rl.homes.request import Request
 from rl.system.errors import RunError
 from rl.system.terminal import say, size
 
-KIND = Option("kind", "classic|v1", "the API to use for a package that has both")
-REQUIRE = Option(
-    "requirements", "A,B", "further packages, as in orchestrator.environment.requirements"
-)
-DRY = Option("dry-run", "", "print what would be installed, without installing it")
+(KIND,) = options("""
+kind classic|v1: the API to use for a package that has both
+""")
+(REQUIRE,) = options("""
+requirements A,B: further packages, as in orchestrator.environment.requirements
+""")
+(DRY,) = options("""
+dry-run: print what would be installed, without installing it
+""")
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "install": (KIND, REQUIRE, DRY),
     "list": (),

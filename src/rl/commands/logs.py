@@ -1,33 +1,29 @@
 """`rl logs`: the logs of a run's processes."""
 
 import re
-import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rl.cluster.submit import is_queued
+from rl.commands.options import open_run
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
-from rl.config.options import Option, option_lines, take
-from rl.config.stored import run_dir_of, stored_config
+from rl.config.options import option_lines, options, take
 from rl.launch.children import Children
 from rl.launch.watch import LOOK_S, Life
 from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
 from rl.system.children import Stopped
 from rl.system.errors import RunError
-from rl.system.terminal import clip, visible
+from rl.system.terminal import clip, did_you_mean, say, size, span, visible
 
-OPTIONS = (
-    Option("node", "K", "only processes on machine K of a cluster"),
-    Option("attempt", "N", "the log of this attempt; default: the newest"),
-    Option("lines", "N", "lines to print of each log, the newest; default: 100"),
-    Option(
-        "follow",
-        "",
-        "print new lines, also those of later attempts and processes, until the run is over",
-    ),
-)
+OPTIONS = options("""
+node K: only processes on machine K of a cluster
+attempt N: the log of this attempt; default: the newest
+lines N: lines to print of each log, the newest; default: 100
+follow: print new lines, also those of later attempts and processes, until the run is over
+""")
 HELP = f"""usage: rl logs RUN [PROCESS] [-f] [-n N] [--node K] [--attempt N]
 
 Prints the logs of a run's processes: trainer, orchestrator, inference, worker-NAME-0 and so on; on
@@ -56,27 +52,20 @@ def main(args: list[str], children: Children) -> int:
             "rl logs",
             "which run? Give its directory and perhaps a process: rl logs outputs/NAME trainer",
         )
-    root = named_run(rest[0]).resolve()
-    view = View(
-        root / "logs",
-        rest[1] if rest[1:] else "",
-        values["node"],
-        values["attempt"],
-        values["lines"] or LINES,
-    )
-    life = None
+    root, life = named_run(rest[0]).resolve(), None
+    process, node = rest[1] if rest[1:] else "", values["node"]
+    view = View(root / "logs", process, node, values["attempt"])
     if values["follow"]:
-        config = stored_config(root)
-        run_dir = run_dir_of(root, config)
+        run_dir, config = open_run(root)
         life = Life(run_dir, config, is_queued=lambda: is_queued(run_dir, config))
-    found = view.found()
-    if not found and not (life and view.may_come() and not life.end()):
+    logs = view.logs()
+    if not logs and not (life and view.may_come() and not life.end()):
         raise RunError(view.nothing())
-    if not rest[1:] and not values["node"] and not life:
-        print("\n".join(visible(line) for line in listing(found)))
+    if not process and not node and not life:
+        print(*listing(logs), sep="\n")
         return 0
     try:
-        view.start(found)
+        view.show_last(logs, values["lines"] or LINES)
         if life:
             follow(view, life)
     except Stopped:
@@ -86,33 +75,28 @@ def main(args: list[str], children: Children) -> int:
 
 def follow(view: "View", life: Life) -> None:
     """Prints new lines until the run is over, and why it is on stderr."""
-    look_at, said = 0.0, ""
-    if not view.followers:
-        print(f"rl logs: {view.nothing()}; waiting for it", file=sys.stderr, flush=True)
-    while True:
-        end = None
+    look_at, told, end = 0.0, "", None
+    if not view.readers:
+        say(f"rl logs: {view.nothing()}; waiting for it")
+    while not end:
         if time.monotonic() >= look_at:
             look_at, end = time.monotonic() + LOOK_S, life.end()
-            if life.waiting != said and (said := life.waiting):
-                print(f"rl logs: {said}", file=sys.stderr, flush=True)
-        view.new()  # after the look: what was written before the end is printed
-        if end:
-            view.close()
-            print(f"rl logs: {visible(end[1]) or 'the run is over'}", file=sys.stderr, flush=True)
-            return
-        time.sleep(POLL_S)
+            if life.waiting not in ("", told):
+                say(f"rl logs: {life.waiting}")
+            told = life.waiting
+        view.show_new(is_last=bool(end))  # after the look: what was written before is printed
+        time.sleep(0 if end else POLL_S)
+    say(f"rl logs: {end[1] or 'the run is over'}")
 
 
 def logs_in(folder: Path) -> Logs:
     """Returns the logs of all processes by name."""
-    found: Logs = {}
+    logs: Logs = {}
     for path in sorted(folder.glob("*.log")):
-        match = re.fullmatch(r"(.+)-(\d+)", path.stem)
-        if match and not path.stem.startswith(("worker-", "slurm-")):
-            found.setdefault(match[1], {})[int(match[2])] = path
-        else:
-            found[path.stem] = {1: path}
-    return found
+        match = re.fullmatch(r"(?!worker-|slurm-)(.+)-(\d+)", path.stem)
+        name, attempt = (match[1], int(match[2])) if match else (path.stem, 1)
+        logs.setdefault(name, {})[attempt] = path
+    return logs
 
 
 def machine_of(name: str) -> tuple[str, str]:
@@ -122,45 +106,34 @@ def machine_of(name: str) -> tuple[str, str]:
     return (match[1] or "node", match[2]) if match else (name, "")
 
 
-def listing(found: Logs) -> list[str]:
-    """Returns a line for each process: its attempts, the size and the age of its newest log, and
+def listing(logs: Logs) -> Iterator[str]:
+    """Yields a line for each process: its attempts, the size and the age of its newest log, and
     its last line."""
-    lines = []
-    for name, attempts in found.items():
+    for name, attempts in logs.items():
         attempt = max(attempts)
         stat, last = attempts[attempt].stat(), next(iter(last_lines(attempts[attempt], 1)), "")
-        age_s = max(0.0, time.time() - stat.st_mtime)
-        lines.append(
-            f"{name:20} attempt {attempt:3}  {stat.st_size / 1024:8.0f} KiB  {age_s:6.0f} s "
-            f"ago  {clip(last, WIDTH)}"
-        )
-    return lines
+        age = f"{span(max(0.0, time.time() - stat.st_mtime))} ago"
+        about = f"{name:20} attempt {attempt:3}  {size(stat.st_size):>9}  {age:>10}"
+        yield visible(f"{about}  {clip(last, WIDTH)}")
 
 
 class View:
     """The logs that are asked for, and how far each was printed."""
 
-    def __init__(
-        self, folder: Path, process: str, node: str | None, attempt: int | None, lines: int
-    ):
-        """`process`: empty for all. `node`: the index of a machine. `attempt`: None for the
-        newest. `lines`: to print of each at first."""
-        self.folder, self.process, self.node, self.attempt, self.lines = (
-            folder,
-            process,
-            node,
-            attempt,
-            lines,
-        )
-        self.followers: dict[str, Follower] = {}
+    def __init__(self, folder: Path, process: str, node: str | None, attempt: int | None):
+        """`process`: empty for all. `node`: the index of a machine. `attempt`: None for the newest
+        and later ones."""
+        self.folder, self.process, self.node, self.attempt = folder, process, node, attempt
+        self.readers: dict[str, tuple[int, LineReader]] = {}
+        """The newest attempt that was printed of each process, and how far."""
 
-    def found(self) -> Logs:
-        found = {}
+    def logs(self) -> Logs:
+        logs = {}
         for name, attempts in logs_in(self.folder).items():
             role, machine = machine_of(name)
             if self.process in ("", name, role) and self.node in (None, machine):
-                found[name] = attempts
-        return found
+                logs[name] = attempts
+        return logs
 
     def may_come(self) -> bool:
         """Returns whether a process of that name may start later."""
@@ -169,70 +142,53 @@ class View:
     def nothing(self) -> str:
         where = f" on machine {self.node}" if self.node else ""
         return (
-            f"{self.folder}: no log of {self.process or 'any process'}{where}; there are "
-            f"{', '.join(logs_in(self.folder)) or 'none'}"
+            f"{self.folder}: no log of {self.process or 'any process'}{where}; "
+            f"{did_you_mean(self.process, logs_in(self.folder))}"
         )
 
-    def start(self, found: Logs) -> None:
-        """Prints the last lines of each. Raises RunError for an attempt that does not exist."""
-        for name, attempts in found.items():
+    def show_last(self, logs: Logs, count: int) -> None:
+        """Prints the last lines of each, also one that is not complete. Raises RunError for an
+        attempt that does not exist."""
+        for name, attempts in logs.items():
             if self.attempt and self.attempt not in attempts:
-                raise RunError(
-                    f"{self.folder}: {name} has no attempt {self.attempt}; there are "
-                    f"{sorted(attempts)}"
-                )
-        wide = max(map(len, found), default=0)
-        for name, attempts in found.items():
-            follower = self.followers[name] = Follower(
-                "" if [*found] == [self.process] else f"{name.ljust(wide)} | "
-            )
-            follower.last(attempts, self.attempt or max(attempts), self.lines)
+                remedy = f"there are {sorted(attempts)}"
+                raise RunError(f"{self.folder}: {name} has no attempt {self.attempt}; {remedy}")
+        chosen = {name: self.attempt or max(attempts) for name, attempts in logs.items()}
+        texts = {name: logs[name][attempt].read_bytes() for name, attempt in chosen.items()}
+        for name, attempt in chosen.items():
+            self.readers[name] = attempt, LineReader(logs[name][attempt], len(texts[name]))
+        for name, text in texts.items():
+            self.show(name, text.splitlines()[-count:])
 
-    def new(self) -> None:
-        """Prints new lines; all of those of new processes and attempts."""
-        for name, attempts in self.found().items():
-            wanted = {
-                number: path for number, path in attempts.items() if self.attempt in (None, number)
-            }
-            self.followers.setdefault(name, Follower(f"{name} | ")).new(wanted)
+    def show_new(self, *, is_last: bool) -> None:
+        """Prints new lines; all of those of new processes and attempts. `is_last`: also lines that
+        are not complete, as when an attempt has ended, for they may be last words."""
+        for name, attempts in self.logs().items():
+            for attempt in sorted(
+                attempts if self.attempt is None else {self.attempt} & {*attempts}
+            ):
+                shown, reader = self.readers.get(name, (0, None))
+                if attempt > shown:
+                    self.show_rest(name, reader)
+                    reader = LineReader(attempts[attempt])
+                    self.readers[name] = attempt, reader
+                    print(f"{self.prefix(name)}--- attempt {attempt}", flush=True)
+                if attempt >= shown and reader:
+                    self.show(name, reader.all())
+        for name, (_, reader) in self.readers.items() if is_last else ():
+            self.show_rest(name, reader)
 
-    def close(self) -> None:
-        """Prints the last lines that are not complete: they may be last words."""
-        for follower in self.followers.values():
-            follower.rest()
+    def show_rest(self, name: str, reader: LineReader | None) -> None:
+        """Prints what remains of a log, also a line that is not complete."""
+        if reader and reader.path.exists():
+            data = reader.path.read_bytes()[reader.offset :]
+            reader.offset += len(data)
+            self.show(name, data.splitlines())
 
+    def prefix(self, name: str) -> str:
+        width = max(map(len, self.readers))
+        return "" if [*self.readers] == [self.process] else f"{name.ljust(width)} | "
 
-class Follower:
-    """Prints the lines of one process's logs, each with a prefix."""
-
-    def __init__(self, prefix: str):
-        self.prefix, self.attempt = prefix, 0
-        self.reader: LineReader | None = None
-
-    def last(self, attempts: dict[int, Path], attempt: int, count: int) -> None:
-        """Prints the last lines of an attempt, also one that is not complete. Moves to the end."""
-        self.attempt, self.reader = attempt, LineReader(attempts[attempt])
-        data = attempts[attempt].read_bytes()
-        self.reader.offset = len(data)
-        self.show(data.splitlines()[-count:])
-
-    def new(self, attempts: dict[int, Path]) -> None:
-        """Prints new lines, and all those of later attempts."""
-        for attempt in sorted(number for number in attempts if number > self.attempt):
-            self.rest()
-            self.attempt, self.reader = attempt, LineReader(attempts[attempt])
-            print(f"{self.prefix}--- attempt {attempt}", flush=True)
-        self.show(self.reader.new() if self.reader else [])
-
-    def rest(self) -> None:
-        """Prints what remains of the current attempt."""
-        while self.reader and (lines := self.reader.new()):
-            self.show(lines)
-        if self.reader and self.reader.path.exists():
-            data = self.reader.path.read_bytes()[self.reader.offset :]
-            self.reader.offset += len(data)
-            self.show(data.splitlines())
-
-    def show(self, lines: list[bytes]) -> None:
+    def show(self, name: str, lines: Iterable[bytes]) -> None:
         for line in lines:
-            print(self.prefix + visible(line.decode(errors="replace")), flush=True)
+            print(self.prefix(name) + visible(line.decode(errors="replace")), flush=True)

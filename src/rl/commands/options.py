@@ -11,26 +11,24 @@ from rl.config.base import MAX_RUN_NAME
 from rl.config.command_line import CommandLine, fail, load_config_or_exit
 from rl.config.faults import Spelled
 from rl.config.help import SETTINGS
-from rl.config.options import Option, option_lines, take
+from rl.config.options import Option, option_lines, options, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.run_dir.paths import RunDir
 from rl.system.errors import ConfigError
 
-POLICY = Option("policy", "SPEC", "policy to play; default: the model of the configuration")
-ENDPOINT = (
-    Option(
-        "endpoint-model",
-        "NAME",
-        "model to request from an endpoint; default: its only one. Also SPEC = URL#NAME",
-    ),
-    Option(
-        "api-key-var",
-        "VAR",
-        "environment variable with the endpoint's key; default, over https: OPENAI_API_KEY",
-    ),
-)
-CONCURRENCY = Option("concurrency", "N", "rollouts to play at once; default: 64")
+(POLICY,) = options("""
+policy SPEC: policy to play; default: the model of the configuration
+""")
+ENDPOINT = options("""
+endpoint-model NAME: model to request from an endpoint; default: its only one. Also SPEC =
+    URL#NAME
+api-key-var VAR: environment variable with the endpoint's key; default, over https:
+    OPENAI_API_KEY
+""")
+(CONCURRENCY,) = options("""
+concurrency N: rollouts to play at once; default: 64
+""")
 POLICY_SPECS = """
 SPEC is one of
   name or folder              a model on the Hugging Face hub, or a folder in its format

@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,19 +59,22 @@ def resolve(
     `model`, `key_var`: an endpoint's model, and the environment variable with its key. `evals`:
     labels of evaluations; `@best` refers to the first of them that the run has.
     """
-    if spec is None and (urls := config.orchestrator.inference_urls):
+    own, urls = config.model.name, config.orchestrator.inference_urls
+    if spec is None:
         for url in urls:
             check_server(url)
-        return Source(f"{Path(config.model.name).name} at {urls[0]}")
-    if spec is None:
-        return Source(Path(config.model.name).name, config.model.name)
-    if re.match(r"https?://", spec):
+        return Source(f"{Path(own).name} at {urls[0]}") if urls else Source(Path(own).name, own)
+    if is_url(spec):
         url, _, named = spec.partition("#")
-        return check_endpoint(url, model or named or None, key_var)
+        return check_endpoint(url.rstrip("/"), model or named or None, key_var)
     if run := split_run(spec):
         return version_of_run(*run, evals)
     check_not_a_run(spec)
     return from_folder(Path(spec).name, spec)
+
+
+def is_url(spec: str) -> bool:
+    return spec.startswith(("http://", "https://"))
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -92,17 +96,14 @@ def find_run(spec: str) -> tuple[Path, str]:
 
     Raises ConfigError.
     """
-    places = [
-        spec,
-        *([] if "/" in spec else [str(Path(RLConfig.model_fields["output_dir"].default) / spec)]),
-    ]
-    for place in places:
-        if found := split_run(place):
-            return found
+    by_name = str(Path(RLConfig.model_fields["output_dir"].default) / spec)
+    paths = [spec] if "/" in spec else [spec, by_name]
+    if run := next(filter(None, map(split_run, paths)), None):
+        return run
     if inside := runs_in(Path(spec).expanduser(), ""):
         raise ConfigError(f"{spec}: not a run of rl; it contains the runs {inside}")
-    for place in places:
-        check_not_a_run(place)
+    for path in paths:
+        check_not_a_run(path)
     raise ConfigError(
         f"{spec}: not a run of rl; give the directory with its config.toml, or the run's "
         "name under outputs/"
@@ -123,30 +124,22 @@ def named_run(spec: str) -> Path:
 
 def check_policy(spec: str) -> None:
     """Raises ConfigError for a SPEC that looks like a run but does not exist."""
-    if spec and not re.match(r"https?://", spec) and not split_run(spec):
+    if spec and not is_url(spec) and not split_run(spec):
         check_not_a_run(spec)
 
 
 def check_not_a_run(spec: str) -> None:
     """Raises ConfigError for a misspelt run. Accepts existing folders, and hub ids, which do not
     start with an existing folder."""
-    if Path(spec).expanduser().is_dir():
-        return
     path = Path(spec.rpartition("@")[0] or spec).expanduser()
-    parent = path.parent
-    if (
-        spec.startswith(("/", ".", "~"))
-        or "@" in spec
-        or spec.count("/") > 1
-        or (spec.count("/") == 1 and parent.is_dir())
-    ):
-        runs = runs_in(parent, path.name)
-        remedy = (
-            f"{parent} contains the runs {runs}"
-            if runs
-            else "give a model's folder, its id on the hub, or a run"
-        )
-        raise ConfigError(f"{spec}: no such run or model folder; {remedy}")
+    is_path = spec.startswith(("/", ".", "~")) or "@" in spec or spec.count("/") > 1
+    is_in_folder = spec.count("/") == 1 and path.parent.is_dir()
+    if Path(spec).expanduser().is_dir() or not (is_path or is_in_folder):
+        return
+    remedy = "give a model's folder, its id on the hub, or a run"
+    if runs := runs_in(path.parent, path.name):
+        remedy = f"{path.parent} contains the runs {runs}"
+    raise ConfigError(f"{spec}: no such run or model folder; {remedy}")
 
 
 def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:
@@ -154,19 +147,19 @@ def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:
     evaluation. Raises RunError."""
     config = stored_config(root)
     weights = run_dir_of(root, config).weights_dir
-    there = numbered(weights)
-    number = version_number(root, version, there, evals)
+    versions = numbered(weights)
+    number = version_number(root, version, versions, evals)
     label = f"{root.resolve().name}@{number}"
     if number == 0:
         return Source(label, config.model.name, policy_version=0)
     need_weights(config, root, "sampling needs weights")
-    if number not in there:
+    if number not in versions:
         raise RunError(
             f"{root}@{version or number}: version {number} is not in {weights}; there are "
-            f"{ranges(there)} (and 0, the base model). "
+            f"{ranges(versions)} (and 0, the base model). "
             "trainer.weights.keep_last and keep_every set which ones a run keeps"
         )
-    return from_folder(label, str(there[number]), number, config.model.name)
+    return from_folder(label, str(versions[number]), number, config.model.name)
 
 
 def need_weights(config: RLConfig, root: Path, what: str) -> None:
@@ -197,46 +190,39 @@ def from_folder(
     return Source(label, base, str(adapter.parent.absolute()), version)
 
 
-def version_number(root: Path, version: str, there: Collection[int], evals: tuple[str, ...]) -> int:
-    """Returns the version number for the text after the @; without one, the newest of `there`.
-    Raises RunError."""
+def version_number(
+    root: Path, version: str, versions: Collection[int], evals: tuple[str, ...]
+) -> int:
+    """Returns the version number for the text after the @; without one, the newest of `versions`.
+    `best` is the best in the evaluation after the colon, else in the first of `evals` that
+    evals/best.json has. Raises RunError."""
     if not version:
-        return max(there, default=0)
-    if version.startswith("best"):
-        return best_version(root, version.removeprefix("best").removeprefix(":"), evals)
+        return max(versions, default=0)
     if version.isascii() and version.isdigit():
         return int(version)
-    raise RunError(f"{root}@{version}: give a version number, or best")
-
-
-def best_version(root: Path, name: str, evals: tuple[str, ...]) -> int:
-    """Returns the best version in evaluation `name`, else in the first of `evals` that
-    evals/best.json has. Raises RunError."""
-    path, remedy = root / "evals" / "best.json", f"name a version: {root}@12"
+    best, _, wanted = version.partition(":")
+    remedy = f"name a version, {root}@N: there are {ranges(versions)}"
+    if best != "best":
+        raise RunError(f"{root}@{version}: give a version number, or best")
+    path = root / "evals" / "best.json"
     if not path.exists():
         raise RunError(f"{root}@best: the run has no finished evaluation ({path}); {remedy}")
-    entries = {
-        name: entry for name, entry in read_json(path, remedy).items() if isinstance(entry, dict)
-    }
-    best = {
+    entries = read_json(path, remedy).items()
+    numbers = {
         name: entry["policy_version"]
-        for name, entry in entries.items()
-        if isinstance(entry.get("policy_version"), int)
+        for name, entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("policy_version"), int)
     }
-    wanted = [name] if name else [label for label in evals if label in best][:1] or list(best)
-    if name and name not in best:
-        raise RunError(
-            f"{root}@best:{name}: the run has no such evaluation; it has {', '.join(best)}"
-        )
-    versions = {best[label] for label in wanted}
-    if not versions:
+    if wanted and wanted not in numbers:
+        remedy = did_you_mean(wanted, numbers)
+        raise RunError(f"{root}@best:{wanted}: the run has no such evaluation; {remedy}")
+    if not numbers:
         raise RunError(f"{path}: names no version; {remedy}")
-    if len(versions) > 1:
-        raise RunError(
-            f"{root}@best: differs between evaluations; name one: "
-            f"{', '.join(f'{root}@best:{label}' for label in wanted)}"
-        )
-    return versions.pop()
+    names = [wanted] if wanted else [name for name in evals if name in numbers][:1] or [*numbers]
+    if len({numbers[name] for name in names}) > 1:
+        listed = ", ".join(f"{root}@best:{name}" for name in names)
+        raise RunError(f"{root}@best: differs between evaluations; name one: {listed}")
+    return numbers[names[0]]
 
 
 # Servers that are already running -----------------------------------------------------------------
@@ -247,25 +233,22 @@ def check_server(url: str) -> None:
     with /v1."""
     import httpx  # takes 0.3 s, which `--help` should not
 
-    url = url.rstrip("/").removesuffix("/v1")
+    url, key = url.rstrip("/").removesuffix("/v1"), "orchestrator.inference_urls"
     try:
-        response = httpx.get(
-            f"{url}/status", headers=authorization(Path()), timeout=CHECK_TIMEOUT_S
-        )
+        headers = authorization(Path())
+        code = httpx.get(f"{url}/status", headers=headers, timeout=CHECK_TIMEOUT_S).status_code
     except httpx.HTTPError as error:
         raise RunError(
-            f"orchestrator.inference_urls: no inference server answers at {url} ({error}); "
-            "is it running?"
+            f"{key}: no inference server answers at {url} ({error}); is it running?"
         ) from None
-    if response.status_code == 401:
+    if code == 401:
         raise RunError(
-            f"orchestrator.inference_urls: {url} requires its run's token: set RL_TOKEN to "
-            "it (status/token of that run)"
+            f"{key}: {url} requires its run's token: set RL_TOKEN to it (status/token of that run)"
         )
-    if response.status_code != 200:
+    if code != 200:
         raise RunError(
-            f"orchestrator.inference_urls: {url} is not an inference server of rl; for other "
-            f"servers use --policy {url}/v1"
+            f"{key}: {url} is not an inference server of rl; for other servers use --policy "
+            f"{url}/v1"
         )
 
 
@@ -277,59 +260,42 @@ def check_endpoint(url: str, model: str | None, key_var: str | None) -> Source:
     """
     import httpx
 
-    url = url.rstrip("/")
     key_var = key_var or (DEFAULT_KEY if hides_keys(url) else "")
     key = os.environ.get(key_var)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(
-            f"{url}/models",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=CHECK_TIMEOUT_S,
-        )
+        response = httpx.get(f"{url}/models", headers=headers, timeout=CHECK_TIMEOUT_S)
     except httpx.HTTPError as error:
         raise RunError(
             f"{url}: no answer ({type(error).__name__}: {error}); is the server running, and "
             "is this its address?"
         ) from None
     if response.status_code in (401, 403):
-        state = (
-            f"comes from ${key_var}, which {'was refused' if key else 'is not set'} (see "
-            "--api-key-var)"
-        )
+        why = f"comes from ${key_var}, which {'was refused' if key else 'is not set'}"
         if not key_var:
-            state = (
-                "is not sent over plain http to another machine unless you name its variable: "
-                f"--api-key-var {DEFAULT_KEY}"
-            )
-        raise RunError(f"{url}: answered {response.status_code}; the key {state}")
-    return Source(
-        model := choose_model(url, response, model),
-        endpoint=Endpoint(base_url=url, model=model, api_key_var=key_var),
-    )
+            why = "is not sent over plain http to another machine unless you name its variable"
+        raise RunError(
+            f"{url}: answered {response.status_code}; the key {why} (--api-key-var {DEFAULT_KEY})"
+        )
+    model = choose_model(url, response, model)
+    return Source(model, endpoint=Endpoint(base_url=url, model=model, api_key_var=key_var))
 
 
 def choose_model(url: str, response: "httpx.Response", model: str | None) -> str:
     """Returns the model to request: `model` (unchecked if the endpoint lists none), or else its
     only one. Raises RunError."""
-    try:
-        names = (
-            [entry["id"] for entry in response.json()["data"]]
-            if response.status_code == 200
-            else []
-        )
-    except (ValueError, KeyError, TypeError):
-        names = []
-    if not names and not model:
+    names, status = list[str](), response.status_code
+    with suppress(ValueError, KeyError, TypeError):
+        names = [entry["id"] for entry in response.json()["data"]] if status == 200 else []
+    if model and (not names or model in names):
+        return model
+    if len(names) == 1 and not model:
+        return names[0]
+    if not names:
         hint = "" if url.endswith("/v1") else " (most addresses end with /v1)"
-        raise RunError(
-            f"{url}: does not list its models (status {response.status_code}){hint}; name "
-            "one with --endpoint-model"
-        )
-    if not names or model in names:
-        return model or ""
-    if model:
-        raise RunError(f"{url}: has no model {model}; {did_you_mean(model, names)}")
-    if len(names) > 1:
-        what = "has several models; choose one with --endpoint-model"
-        raise RunError(f"{url}: {what}; {did_you_mean('', names)}")
-    return names[0]
+        why = f"does not list its models (status {status}){hint}; name one with --endpoint-model"
+    elif model:
+        why = f"has no model {model}; {did_you_mean(model, names)}"
+    else:
+        why = f"has several models; choose one with --endpoint-model; {did_you_mean('', names)}"
+    raise RunError(f"{url}: {why}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from rl.commands.recipe_file import Recipe, copy, names, program, read
 from rl.config.command_line import build, fail, parse_args
-from rl.config.options import Option, option_lines, take
+from rl.config.options import option_lines, options, take
 from rl.launch.children import Children
 from rl.run_dir.access_token import VARIABLE
 from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped, inherited
@@ -22,21 +22,13 @@ from rl.system.errors import RunError
 from rl.system.linux import end_with_parent
 from rl.system.terminal import did_you_mean
 
-OPTIONS = (
-    Option("to", "FOLDER", "folder of the copy; must not exist yet; default: ./NAME"),
-    Option("check", "", "run all stages, and compare the end of the curve with the recorded seeds"),
-    Option(
-        "short",
-        "",
-        "with --check: two steps of each stage that trains, to see that all of them work",
-    ),
-    Option("seed", "SEED", "with --check: seed of the stages; default: that of their files"),
-    Option(
-        "output",
-        "FOLDER",
-        "with --check: new folder to run in; default: outputs/recipes/NAME-1, NAME-2, ...",
-    ),
-)
+OPTIONS = options("""
+to FOLDER: folder of the copy; must not exist yet; default: ./NAME
+check: run all stages, and compare the end of the curve with the recorded seeds
+short: with --check: two steps of each stage that trains, to see that all of them work
+seed SEED: with --check: seed of the stages; default: that of their files
+output FOLDER: with --check: new folder to run in; default: outputs/recipes/NAME-1, NAME-2, ...
+""")
 HELP = f"""usage: rl recipe [NAME] [--to FOLDER]
        rl recipe NAME --check [--short] [--seed SEED] [--output FOLDER]
 

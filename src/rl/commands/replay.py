@@ -12,7 +12,7 @@ from rl.commands.options import open_run, runs_given
 from rl.commands.policy_spec import need_weights
 from rl.commands.serve_process import NAME as SERVER
 from rl.config.command_line import fail, to_toml, write_config
-from rl.config.options import Option, option_lines
+from rl.config.options import option_lines, options
 from rl.config.run import RLConfig
 from rl.config.stored import stored_config
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig
@@ -32,16 +32,12 @@ from rl.system.terminal import say
 from rl.tinker.replay import copy_calls
 from rl.tinker.storage import Storage
 
-OPTIONS = (
-    Option(
-        "from",
-        "N",
-        "start at checkpoint N, or at the newest intact one before it; default: the "
-        "beginning of the run",
-    ),
-    Option("until", "N", "the last step to retrain; default: the newest version"),
-    Option("dry-run", "", "print the configuration of the trainer, and exit"),
-)
+OPTIONS = options("""
+from N: start at checkpoint N, or at the newest intact one before it; default: the beginning of
+    the run
+until N: the last step to retrain; default: the newest version
+dry-run: print the configuration of the trainer, and exit
+""")
 HELP = f"""usage: rl replay RUN [--from N] [--until N] [--dry-run]
 
 Retrains a run from its stored batches, with its configuration, ranks and threads, in a temporary

@@ -25,15 +25,15 @@ from rl.system.machine import machine
 from rl.system.terminal import say
 from rl.tinker.http import KEY_PREFIX
 
-HELP = (
-    "Serves the Tinker API over a model: programs that use the tinker SDK train LoRA "
-    "adapters on this machine and sample from\n"
-    "them. Prints the address and the key to give them. What clients make is kept in the run "
-    "directory, and the next start\n"
-    "with the same name goes on with it. See docs/tinker.md.\n\n"
-    "usage: rl serve [@ FILE] [--serve.alias NAME] [--KEY VALUE] ...\n\n"
-    f"{SETTINGS}  --clean                     delete what clients have made, and start over\n"
-)
+HELP = f"""Serves the Tinker API over a model: programs that use the tinker SDK train LoRA adapters
+on this machine and sample from them. Prints the address and the key to give them. What clients make
+is kept in the run directory, and the next start with the same name goes on with it. See
+docs/tinker.md.
+
+usage: rl serve [@ FILE] [--serve.alias NAME] [--KEY VALUE] ...
+
+{SETTINGS}  --clean                     delete what clients have made, and start over
+"""
 POLL_S = 0.2
 
 

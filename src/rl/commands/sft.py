@@ -8,14 +8,14 @@ from rl.config.help import RESUME, SETTINGS, VIEW
 from rl.launch.children import Children
 from rl.launch.run import resume_command
 
-HELP = (
-    "Trains on examples: JSONL or a Hugging Face data set with prompts and completions or "
-    "with conversations, or the best\n"
-    "rollouts of a run. Reinforcement learning can start from the weights it writes. See "
-    "docs/sft.md.\n\n"
-    f"usage: rl sft [@ FILE] [--KEY VALUE] ...\n\n{SETTINGS}  --trainer-gpus, --trainer-cpus "
-    f"  devices (counts or ids)\n{VIEW}{RESUME}"
-)
+HELP = f"""Trains on examples: JSONL or a Hugging Face data set with prompts and completions or with
+conversations, or the best rollouts of a run. Reinforcement learning can start from the weights it
+writes. See docs/sft.md.
+
+usage: rl sft [@ FILE] [--KEY VALUE] ...
+
+{SETTINGS}  --trainer-gpus, --trainer-cpus   devices (counts or ids)
+{VIEW}{RESUME}"""
 
 
 def main(args: list[str], children: Children) -> int:

@@ -9,32 +9,24 @@ from typing import Any
 from rl.commands.pager import page
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
-from rl.config.options import Option, option_lines, take
+from rl.config.options import option_lines, options, take
 from rl.diagnosis.rollouts import Row, Selection, ranked, read_all, rollout_files, rollout_text
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 
-OPTIONS = (
-    Option("step", "N", "only rollouts of batch N; default: all, the newest first"),
-    Option("env", "NAME", "only rollouts of one environment"),
-    Option("task", "TASK", "only rollouts of one task, by its number"),
-    Option(
-        "why",
-        "REASON",
-        "only rollouts not trained for this reason: no_signal, surplus, stale, error, "
-        "truncated, pending ...; or: trained",
-    ),
-    Option(
-        "sort",
-        "FIELD",
-        "sort by a number, the highest first: reward, advantage, num_tokens, num_turns, or "
-        "one of the metrics",
-    ),
-    Option("reverse", "", "with --sort: lowest first"),
-    Option("limit", "N", "most rollouts to print; default: all, or 100 with --sort"),
-)
+OPTIONS = options("""
+step N: only rollouts of batch N; default: all, the newest first
+env NAME: only rollouts of one environment
+task TASK: only rollouts of one task, by its number
+why REASON: only rollouts not trained for this reason: no_signal, surplus, stale, error,
+    truncated, pending ...; or: trained
+sort FIELD: sort by a number, the highest first: reward, advantage, num_tokens, num_turns, or
+    one of the metrics
+reverse: with --sort: lowest first
+limit N: most rollouts to print; default: all, or 100 with --sort
+""")
 HELP = f"""usage: rl show RUN [--step N] [--env NAME] [--task TASK] [--why REASON] [--sort FIELD
                [--reverse]] [--limit N]
 

@@ -8,7 +8,7 @@ from rl.cluster import kubernetes
 from rl.cluster.submit import cancel
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import Option, option_lines, take
+from rl.config.options import option_lines, options, take
 from rl.config.run import RLConfig
 from rl.config.stored import continued_by, run_dir_of, server_of, stored_config
 from rl.launch.children import Children
@@ -19,14 +19,10 @@ from rl.run_dir.paths import RunDir, is_run
 from rl.run_dir.status import Staleness, read_json
 from rl.system.errors import ConfigError, RunError
 
-OPTIONS = (
-    Option(
-        "timeout",
-        "N",
-        "seconds to wait for the end of its processes; default: 120, or a minute more than "
-        "cluster.grace_s",
-    ),
-)
+OPTIONS = options("""
+timeout N: seconds to wait for the end of its processes; default: 120, or a minute more than
+    cluster.grace_s
+""")
 HELP = f"""usage: rl stop RUN [--timeout N]
        rl stop @ FILE [--KEY VALUE] ...
 

@@ -6,23 +6,22 @@ import os
 from rl.cluster.submit import dry_run, start
 from rl.config.command_line import fail, load_config_or_exit
 from rl.config.help import RESUME, SETTINGS, VIEW
-from rl.config.options import Option, option_lines, take
+from rl.config.options import option_lines, options, take
 from rl.launch.children import Children
 from rl.launch.run import resume_command
 
-OPTIONS = (
-    Option(
-        "from", "FILE", 'a JSONL file of rollouts, or a pattern ("data/*.jsonl"): recorded.rollouts'
-    ),
-)
-HELP = (
-    "Trains on recorded rollouts: of `rl collect --tokens`, of rl.record in Python, of "
-    "verifiers' saved results, or in the form\n"
-    "that docs/recorded.md describes. The file is checked row by row; then it is a run like "
-    "any other.\n\n"
-    f"usage: rl train --from FILE [@ FILE] [--KEY VALUE] ...\n\n{option_lines(OPTIONS)}\n"
-    f"{SETTINGS}  --trainer-gpus, --trainer-cpus   devices (counts or ids)\n{VIEW}{RESUME}"
-)
+OPTIONS = options("""
+from FILE: a JSONL file of rollouts, or a pattern ("data/*.jsonl"): recorded.rollouts
+""")
+HELP = f"""Trains on recorded rollouts: of `rl collect --tokens`, of rl.record in Python, of
+verifiers' saved results, or in the form that docs/recorded.md describes. The file is checked row by
+row; then it is a run like any other.
+
+usage: rl train --from FILE [@ FILE] [--KEY VALUE] ...
+
+{option_lines(OPTIONS)}
+{SETTINGS}  --trainer-gpus, --trainer-cpus   devices (counts or ids)
+{VIEW}{RESUME}"""
 
 
 def main(args: list[str], children: Children) -> int:

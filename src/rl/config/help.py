@@ -4,7 +4,6 @@ section in full on demand."""
 import re
 import textwrap
 import typing
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,43 +106,15 @@ Starts one process of a run by hand on its own node (docs/clusters.md); `rl` sta
 WIDTH, INDENT, COLUMN = 120, 6 * " ", 63
 
 COMMON = (
-    "name",
-    "output_dir",
-    "max_steps",
-    "seed",
-    "max_lag",
-    "wandb",
-    "model.name",
-    "model.dtype",
-    "model.max_model_len",
-    "trainer.gpus",
-    "trainer.optim.lr",
-    "trainer.optim.warmup_steps",
-    "trainer.optim.schedule",
-    "trainer.loss",
-    "trainer.loss.kl_coefficient",
-    "trainer.lora",
-    "trainer.micro_batch_tokens",
-    "trainer.activation_checkpointing",
-    "trainer.checkpoint.interval",
-    "orchestrator.environment.id",
-    "orchestrator.environment.args",
-    "orchestrator.environment.weight",
-    "orchestrator.eval.interval",
-    "orchestrator.eval.num_examples",
-    "orchestrator.batch_size",
-    "orchestrator.group_size",
-    "orchestrator.sampling.max_tokens",
-    "orchestrator.sampling.temperature",
-    "orchestrator.credit",
-    "inference.gpus",
-    "inference.vllm",
-    "sft.dataset",
-    "sft.epochs",
-    "sft.batch_size",
-    "sft.min_reward",
-    "sft.validation",
-    "sft.validation_fraction",
+    "name output_dir max_steps seed max_lag wandb model.name model.dtype model.max_model_len "
+    "trainer.gpus trainer.optim.lr trainer.optim.warmup_steps trainer.optim.schedule trainer.loss "
+    "trainer.loss.kl_coefficient trainer.lora trainer.micro_batch_tokens "
+    "trainer.activation_checkpointing trainer.checkpoint.interval orchestrator.environment.id "
+    "orchestrator.environment.args orchestrator.environment.weight orchestrator.eval.interval "
+    "orchestrator.eval.num_examples orchestrator.batch_size orchestrator.group_size "
+    "orchestrator.sampling.max_tokens orchestrator.sampling.temperature orchestrator.credit "
+    "inference.gpus inference.vllm sft.dataset sft.epochs sft.batch_size sft.min_reward "
+    "sft.validation sft.validation_fraction"
 )
 """Settings that most runs set."""
 
@@ -152,101 +123,58 @@ COMMON = (
 class Reads:
     """The sections and keys that a program reads, except those in `without`."""
 
-    keys: tuple[str, ...]
-    without: tuple[str, ...] = ()
+    keys: str
+    without: str = ""
     usual: bool = True
     """Whether its help lists the settings that most runs set."""
 
     def __contains__(self, key: str) -> bool:
-        def within(sections: tuple[str, ...]) -> bool:
-            return any(f"{key}.".startswith(f"{section}.") for section in sections)
+        def within(sections: str) -> bool:
+            return any(f"{key}.".startswith(f"{section}.") for section in sections.split())
 
         return within(self.keys) and not within(self.without)
 
 
-RUN = ("name", "output_dir", "max_steps", "seed", "model")
-PLAYING = (
-    "name",
-    "output_dir",
-    "seed",
-    "model",
-    "renderer",
-    "inference",
-    "orchestrator.environment",
-    "orchestrator.sampling",
-    "orchestrator.inference_urls",
-    "orchestrator.rollout_timeout_s",
-    "orchestrator.rollout_retries",
-    "orchestrator.worker_memory_gib",
-    "orchestrator.worker_silence_s",
-    "orchestrator.worker_timeout_s",
+def keys_in(section: str, names: str) -> str:
+    """Returns dotted keys, separated by spaces."""
+    return " ".join(f"{section}.{name}" for name in names.split())
+
+
+RUN = "name output_dir max_steps seed model"
+EVERYTHING = " ".join(RLConfig.model_fields)
+TRACKED = f"{RUN} renderer supervisor wandb tensorboard trainer"
+OF_TRAINING = keys_in("orchestrator.environment", "weight group_size credit difficulty teacher")
+PLAYING = "name output_dir seed model renderer inference " + keys_in(
+    "orchestrator",
+    "environment sampling inference_urls rollout_timeout_s rollout_retries worker_memory_gib "
+    "worker_silence_s worker_timeout_s",
 )
-OF_TRAINING = tuple(
-    f"orchestrator.environment.{key}"
-    for key in ("weight", "group_size", "credit", "difficulty", "teacher")
-)
-OF_BATCHES = tuple(
-    f"orchestrator.{key}"
-    for key in (
-        "batch_size",
-        "credit",
-        "filter",
-        "sampling.temperature",
-        "sampling.max_tokens",
-        "max_off_policy_steps",
-        "replace_no_signal",
-        "mask_truncated",
-        "trainer_timeout_s",
-        "host",
-        "port",
-        "batches",
-        "rollouts",
-        "show_rollout_every",
-    )
+OF_BATCHES = keys_in(
+    "orchestrator",
+    "batch_size credit filter sampling.temperature sampling.max_tokens max_off_policy_steps "
+    "replace_no_signal mask_truncated trainer_timeout_s host port batches rollouts "
+    "show_rollout_every",
 )
 READS = {
-    "rl sft": Reads(
-        (*RUN, "renderer", "supervisor", "wandb", "tensorboard", "trainer", "sft"),
-        ("trainer.data", "trainer.strict_parity"),
-    ),
-    "rl train": Reads(
-        (
-            *RUN,
-            "max_lag",
-            "renderer",
-            "supervisor",
-            "wandb",
-            "tensorboard",
-            "trainer",
-            "recorded",
-            *OF_BATCHES,
-        ),
-        ("trainer.data",),
-    ),
+    "rl sft": Reads(f"{TRACKED} sft", "trainer.data trainer.strict_parity"),
+    "rl train": Reads(f"{TRACKED} max_lag recorded {OF_BATCHES}", "trainer.data"),
     "rl serve": Reads(
-        ("name", "output_dir", "seed", "model", "supervisor", "trainer", "inference", "serve"),
-        (
-            "trainer.data",
-            "trainer.optim",
-            "trainer.loss",
-            "trainer.checkpoint",
-            "trainer.token_log",
-            "trainer.strict_parity",
-        ),
+        "name output_dir seed model supervisor trainer inference serve",
+        keys_in("trainer", "data optim loss checkpoint token_log strict_parity"),
     ),
     "rl eval": Reads(
-        (*PLAYING, "orchestrator.eval"),
-        (*OF_TRAINING, "orchestrator.eval.interval", "orchestrator.eval.target"),
+        f"{PLAYING} orchestrator.eval",
+        f"{OF_TRAINING} orchestrator.eval.interval orchestrator.eval.target",
     ),
     "rl collect": Reads(PLAYING, OF_TRAINING),
-    "rl env": Reads(PLAYING, ("name", "output_dir", *OF_TRAINING)),
-    "rl doctor": Reads(tuple(RLConfig.model_fields), usual=False),
-    "rl node": Reads(("name", "output_dir", "cluster"), usual=False),
-    "trainer": Reads((*RUN, "renderer", "trainer", "sft")),
-    "orchestrator": Reads((*RUN, "renderer", "max_lag", "orchestrator", "recorded")),
-    "inference": Reads((*RUN, "inference"), ("max_steps",)),
+    "rl env": Reads(PLAYING, f"name output_dir {OF_TRAINING}"),
+    "rl doctor": Reads(EVERYTHING, usual=False),
+    "rl node": Reads("name output_dir cluster", usual=False),
+    "trainer": Reads(f"{RUN} renderer trainer sft"),
+    "orchestrator": Reads(f"{RUN} renderer max_lag orchestrator recorded"),
+    "inference": Reads(f"{RUN} inference", "max_steps"),
 }
-EVERYTHING_BUT_SFT = Reads(tuple(RLConfig.model_fields), ("sft", "recorded", "serve"))
+EVERYTHING_BUT_SFT = Reads(EVERYTHING, "sft recorded serve")
 
 
 def fit(text: str) -> str:
@@ -271,12 +199,8 @@ def print_help(program: str, usage: str, topic: str = "") -> None:
     if topic == "all":
         print_fields(RLConfig, "", defaults)
     elif topic == "metrics":
-        print(
-            "\n".join(
-                textwrap.fill(f"{name}  {what}", WIDTH, subsequent_indent=INDENT)
-                for name, what in METRICS.items()
-            )
-        )
+        for name, what in METRICS.items():
+            wrapped(f"{name}  {what}", "", INDENT)
     elif topic in tree:
         print_key(topic, tree[topic], defaults)
     elif topic:
@@ -285,38 +209,31 @@ def print_help(program: str, usage: str, topic: str = "") -> None:
         print(fit(usage.replace("{program}", program)) + "\n")
         if program == "rl":
             print("without a command, `rl` trains; the commands, each with its own --help:")
-            print(
-                "\n".join(f"  rl {name:<10} {what}" for name, (_, what) in COMMANDS.items()) + "\n"
-            )
+            for name, (_, what) in COMMANDS.items():
+                print(f"  rl {name:<10} {what}")
+            print()
         read = READS.get(program, EVERYTHING_BUT_SFT)
-        print(
-            overview(
-                {key: info for key, info in tree.items() if key in read},
-                defaults if read.usual else None,
+        tree = {key: info for key, info in tree.items() if key in read}
+        common = [key for key in COMMON.split() if key in tree and read.usual]
+        for key in common:
+            flag = (
+                f"  {signature(key, tree[key], value_at(defaults, key, tree[key])):<{COLUMN - 2}}"
             )
-        )
+            what = re.split("[.:;] ", description(tree[key]))[0].rstrip(".")
+            room = max(0, WIDTH - len(flag) - 1)
+            print(f"{flag} {textwrap.shorten(what, room, placeholder=' ...')}".rstrip())
+        if common:
+            print()
+        sections = [key for key, info in tree.items() if models_in(info.annotation)]
+        wrapped(f"sections for --help SECTION: {', '.join(sections)}", "", "  ")
 
 
-def overview(tree: dict[str, FieldInfo], defaults: RLConfig | None) -> str:
-    """Returns the common keys, each with the start of its docstring, and the section names;
-    without `defaults` only the sections."""
-    lines = []
-    for key, info in ((key, tree[key]) for key in COMMON if key in tree and defaults):
-        flag = f"  {signature(key, info, value_at(defaults, key, info)):<{COLUMN - 2}}"
-        what = re.split("[.:;] ", description(info))[0].rstrip(".")
-        lines.append(
-            f"{flag} "
-            f"{textwrap.shorten(what, max(0, WIDTH - len(flag) - 1), placeholder=' ...')}".rstrip()
-        )
-    sections = [key for key, info in tree.items() if models_in(info.annotation)]
-    text = f"sections for --help SECTION: {', '.join(sections)}"
-    return "\n".join(
-        [
-            *lines,
-            *([""] if lines else []),
-            *textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False),
-        ]
+def wrapped(text: str, first: str, further: str) -> None:
+    """Prints a paragraph, whose first and further lines are indented."""
+    lines = textwrap.fill(
+        text, WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False
     )
+    print(lines)
 
 
 def value_at(config: BaseModel | None, key: str, info: FieldInfo) -> Any:
@@ -333,24 +250,20 @@ def value_at(config: BaseModel | None, key: str, info: FieldInfo) -> Any:
 def signature(key: str, info: FieldInfo, default: Any) -> str:
     """Formats a setting as a flag with type and default, or a section as the flag that switches
     it on or selects its class."""
-    if kinds := [tag for model in models_in(info.annotation) for tag in tags(model)]:
+    models = models_in(info.annotation)
+    if kinds := [tag for model in models for tag in tags(model)]:
         return f"--{key}.type {'|'.join(kinds)}"
-    if models_in(info.annotation):
+    if models:
         return f"--{key}"
-    text = (
-        ""
-        if info.is_required()
-        else str(default)
-        if typing.get_origin(info.annotation) is typing.Literal
-        else default_text(default)
-    )
+    is_word = typing.get_origin(info.annotation) is typing.Literal
+    text = "" if info.is_required() else str(default) if is_word else default_text(default)
     return f"--{key} {type_name(info.annotation)}" + (f" = {text}" if text else "")
 
 
 def description(info: FieldInfo) -> str:
     """Returns the docstring of a key, or of its class, on one line."""
-    inner = models_in(info.annotation)
-    return " ".join((info.description or (inner[0].__doc__ if inner else "") or "").split())
+    models = models_in(info.annotation)
+    return " ".join((info.description or (models[0].__doc__ if models else "") or "").split())
 
 
 def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
@@ -358,19 +271,14 @@ def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
     keys first, then those of each class."""
     models = models_in(info.annotation)
     if not models:
-        for kinds, of_kinds in variants(key) or [([], info)]:
-            default = of_kinds.default if kinds else value_at(defaults, key, info)
-            print(
-                f"  {signature(key, of_kinds, default)}"
-                + (f"  ({', '.join(kinds)})" if kinds else "")
-            )
-            print(
-                textwrap.fill(
-                    description(of_kinds), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
-                )
-            )
+        for kinds, variant in variants(key) or [([], info)]:
+            default = variant.default if kinds else value_at(defaults, key, info)
+            names = f"  ({', '.join(kinds)})" if kinds else ""
+            print(f"  {signature(key, variant, default)}{names}")
+            wrapped(description(variant), INDENT, INDENT)
         return
-    print("\n" + textwrap.fill(f"[{key}]  {description(info)}", WIDTH, subsequent_indent="  "))
+    print()
+    wrapped(f"[{key}]  {description(info)}", "", "  ")
     if len(models) == 1:
         print_fields(models[0], f"{key}.", defaults)
         return
@@ -378,20 +286,14 @@ def print_key(key: str, info: FieldInfo, defaults: RLConfig) -> None:
     assert shared and issubclass(shared, BaseModel)
     print_fields(shared, f"{key}.", defaults)
     for model in models:
-        text = f"{key}.type = {tags(model)[0]!r}: {' '.join((model.__doc__ or '').split())}"
-        print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    "))
-        for name in [
-            name
-            for name in model.model_fields
-            if name != "type" and name not in shared.model_fields
-        ]:
-            own = model.model_fields[name]
-            print(f"  {signature(f'{key}.{name}', own, own.default)}")
-            print(
-                textwrap.fill(
-                    description(own), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
-                )
-            )
+        doc = " ".join((model.__doc__ or "").split())
+        wrapped(f"{key}.type = {tags(model)[0]!r}: {doc}", "  ", "    ")
+        for name in model.model_fields:
+            if name == "type" or name in shared.model_fields:
+                continue
+            field = model.model_fields[name]
+            print(f"  {signature(f'{key}.{name}', field, field.default)}")
+            wrapped(description(field), INDENT, INDENT)
 
 
 def variants(key: str) -> list[tuple[list[str], FieldInfo]]:
@@ -399,13 +301,12 @@ def variants(key: str) -> list[tuple[list[str], FieldInfo]]:
     if all declarations agree."""
     section, _, name = key.rpartition(".")
     info = field_tree(RLConfig).get(section)
-    found: dict[tuple[str, str], tuple[list[str], FieldInfo]] = {}
-    for model in models_in(info.annotation) if info else ():
-        if tags(model) and (own := model.model_fields.get(name)):
-            found.setdefault((default_text(own.default), description(own)), ([], own))[0].append(
-                tags(model)[0]
-            )
-    return list(found.values()) if len(found) > 1 and name != "type" else []
+    by_look: dict[tuple[str, str], tuple[list[str], FieldInfo]] = {}
+    for model in models_in(info.annotation) if info and name != "type" else ():
+        if tags(model) and (field := model.model_fields.get(name)):
+            look = default_text(field.default), description(field)
+            by_look.setdefault(look, ([], field))[0].append(tags(model)[0])
+    return list(by_look.values()) if len(by_look) > 1 else []
 
 
 def print_fields(model: type[BaseModel], prefix: str, defaults: RLConfig) -> None:
@@ -414,9 +315,7 @@ def print_fields(model: type[BaseModel], prefix: str, defaults: RLConfig) -> Non
         print_key(prefix + key, info, defaults)
 
 
-def in_order(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """Yields the fields of a config class, sections last."""
+def in_order(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    """Returns the fields of a config class, sections last."""
     # the sort is stable
-    yield from sorted(
-        model.model_fields.items(), key=lambda item: bool(models_in(item[1].annotation))
-    )
+    return sorted(model.model_fields.items(), key=lambda item: bool(models_in(item[1].annotation)))

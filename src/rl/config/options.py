@@ -1,6 +1,7 @@
 """Flags of a subcommand that are not configuration keys, and their help."""
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,17 @@ class Option:
     @property
     def key(self) -> str:
         return self.name.replace("-", "_")
+
+
+def options(table: str) -> tuple[Option, ...]:
+    """Reads flags from lines `name VALUE: help`; a line that begins with spaces continues the one
+    before. See Option for VALUE."""
+    flags = []
+    for entry in re.split(r"\n(?! )", table.strip()):
+        head, _, text = " ".join(entry.split()).partition(": ")
+        name, _, value = head.partition(" ")
+        flags.append(Option(name, value, text))
+    return tuple(flags)
 
 
 def take(

@@ -26,9 +26,7 @@ class Layer(PydanticBaseSettingsSource):
         raise NotImplementedError("a layer gives all fields at once")
 
     def __call__(self) -> dict[str, Any]:
-        # a list before the keys of its elements
-        for key in sorted(self.settings, key=lambda key: key not in LISTS):
-            value, place = self.settings[key]
+        for key, (value, place) in self.settings.items():
             try:
                 for other, (whole, _) in self.settings.items():
                     is_table = whole is True or isinstance(whole, (dict, list))

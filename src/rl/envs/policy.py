@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from rl.config.run import TRUNCATIONS, RendererConfig
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
-from rl.models.renderer import load_renderer
-from rl.models.template import Renderer
+from rl.models.renderer import Renderer, load_renderer
 from rl.wire.inference_client import InferenceLostError, InferenceServers, PromptTooLongError
 from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns

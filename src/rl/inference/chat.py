@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from http import HTTPStatus
+from itertools import takewhile
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import (
@@ -69,12 +70,9 @@ class TokenChat(OpenAIServingChat):
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Any = None
     ) -> Any:
-        marked = request.return_tokens_as_token_ids or request.return_token_ids
-        if (
-            not (marked and request.logprobs and raw_request)
-            or request.stream
-            or (request.n or 1) > 1
-        ):
+        wanted = request.return_tokens_as_token_ids or request.return_token_ids
+        several = request.stream or (request.n or 1) > 1
+        if not (wanted and request.logprobs and raw_request) or several:
             return await super().create_chat_completion(request, raw_request)
         exchange = Exchange(await raw_request.json())
         EXCHANGE.set(exchange)
@@ -98,23 +96,19 @@ class TokenChat(OpenAIServingChat):
         if exchange is None or isinstance(rendered, ErrorResponse):
             return rendered
         if request.extract_structured_outputs() is not None:
-            cause = "response_format, tool_choice, or a parser that enforces schemas"
             return self.create_error_response(
-                f"a grammar ({cause}) would choose tokens: they are not the policy's own; "
-                "leave it out"
+                "a grammar (response_format, tool_choice, or a parser that enforces schemas) would "
+                "choose tokens: they are not the policy's own; leave it out"
             )
         if rendered[1][0].get("type") != "token":
             return rendered
-        ids = await self.continued(exchange.body)
-        if ids is not None:
-            limit, wanted = (
-                self.model_config.max_model_len,
-                request.max_completion_tokens or request.max_tokens or 1,
-            )
+        if (ids := await self.continued(exchange.body)) is not None:
+            limit = self.model_config.max_model_len
+            wanted = request.max_completion_tokens or request.max_tokens or 1
             if len(ids) + wanted > limit:
-                asked = f"the conversation has {len(ids)} tokens and {wanted} more are asked for"
                 return self.create_error_response(
-                    f"This model's maximum context length is {limit} tokens, but {asked}"
+                    f"This model's maximum context length is {limit} tokens, but the conversation "
+                    f"has {len(ids)} tokens and {wanted} more are asked for"
                 )
             rendered[1][0]["prompt_token_ids"] = ids
         return rendered
@@ -123,58 +117,44 @@ class TokenChat(OpenAIServingChat):
         """The ids of a conversation, beginning with those of its last answer that has tokens;
         None if it cannot be continued."""
         messages = body["messages"]
-        at = next(
-            (
-                i
-                for i in reversed(range(len(messages)))
-                if all(messages[i].get(key) for key in FIELDS)
-            ),
-            len(messages),
-        )
-        if at >= len(messages) - 1:
+        with_tokens = [
+            number for number, m in enumerate(messages) if all(m.get(key) for key in FIELDS)
+        ]
+        if not with_tokens or with_tokens[-1] == len(messages) - 1:
             return None
-        prompt_ids, new_ids, logprobs = (messages[at][key] for key in FIELDS)
+        last = with_tokens[-1]
+        answer, before, after = messages[last], messages[:last], messages[last + 1 :]
+        prompt_ids, new_ids, logprobs = (answer[key] for key in FIELDS)
         try:
-            conversation, _ = self.answers.kept.get(
-                answer_digest(prompt_ids, new_ids, logprobs), (b"", [])
-            )
+            digest = answer_digest(prompt_ids, new_ids, logprobs)
         except (TypeError, OverflowError):  # they are no token ids
             return None
-        if conversation != conversation_digest(messages[: at + 1], body):
+        conversation, _ = self.answers.kept.get(digest, (b"", []))
+        if conversation != conversation_digest([*before, answer], body):
             return None
-        one, other = [
-            await self.rendered(body, messages[:at], marked(messages[at], text), messages[at + 1 :])
+        # what two renderings with other texts have in common at their ends follows the answer
+        renderings = [
+            await self.rendered(body | {"messages": [*before, marked(answer, text), *after]})
             for text in "-x"
         ]
-        special = set(self.renderer.tokenizer.all_special_ids)
-        common = next(
-            (
-                n
-                for n, (a, b) in enumerate(zip(reversed(one), reversed(other), strict=False))
-                if a != b
-            ),
-            0,
-        )
-        behind = one[len(one) - common :]
-        end = next((i for i, token in enumerate(behind) if token in special), None)
-        if end is None:
+        special = {*self.renderer.tokenizer.all_special_ids}
+        pairs = zip(*map(reversed, renderings), strict=False)
+        common = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][::-1]
+        if len(common) == min(map(len, renderings)) or not special & {*common}:
             return None
-        return [*prompt_ids, *new_ids, *behind[end + (new_ids[-1] in special) :]]
+        end = next(number for number, token in enumerate(common) if token in special)
+        return [*prompt_ids, *new_ids, *common[end + (new_ids[-1] in special) :]]
 
-    async def rendered(
-        self, body: dict[str, Any], before: list[Any], answer: dict[str, Any], behind: list[Any]
-    ) -> list[int]:
+    async def rendered(self, body: dict[str, Any]) -> list[int]:
         """The ids of a conversation as vLLM renders it."""
-        request = ChatCompletionRequest.model_validate(
-            body | {"messages": [*before, answer, *behind]}
-        )
+        request = ChatCompletionRequest.model_validate(body)
         rendered: Any = await self.online_renderer.render_chat(request)
-        return (
-            [] if isinstance(rendered, ErrorResponse) else list(rendered[1][0]["prompt_token_ids"])
-        )
+        if isinstance(rendered, ErrorResponse):
+            return []
+        return list(rendered[1][0]["prompt_token_ids"])
 
     async def chat_completion_full_generator(
-        self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **more: Any
+        self, request: ChatCompletionRequest, result_generator: Any, *args: Any, **options: Any
     ) -> Any:
         async def watched() -> Any:
             async for output in result_generator:
@@ -182,57 +162,46 @@ class TokenChat(OpenAIServingChat):
                     exchange.output = output
                 yield output
 
-        return await super().chat_completion_full_generator(request, watched(), *args, **more)
+        return await super().chat_completion_full_generator(request, watched(), *args, **options)
 
     def add_tokens(self, message: Any, exchange: Exchange) -> None:
         """Puts an answer's tokens on its message, and keeps what its return is compared with."""
         answer, prompt_ids = exchange.output.outputs[0], list(exchange.output.prompt_token_ids)
         new_ids = list(answer.token_ids)
-        logprobs = [
-            found[token].logprob
-            for token, found in zip(new_ids, answer.logprobs or (), strict=True)
-        ]
+        choices = zip(new_ids, answer.logprobs or (), strict=True)
+        logprobs = [entry[token].logprob for token, entry in choices]
         for key, value in zip(FIELDS, (prompt_ids, new_ids, logprobs), strict=True):
             setattr(message, key, value)
-        conversation = conversation_digest(
-            [*exchange.body["messages"], message.model_dump()], exchange.body
-        )
+        messages = [*exchange.body["messages"], message.model_dump()]
         versions = version_spans(exchange.queues[0].version_starts, len(new_ids))
-        self.answers.keep(answer_digest(prompt_ids, new_ids, logprobs), conversation, versions)
+        digest = answer_digest(prompt_ids, new_ids, logprobs)
+        self.answers.keep(digest, conversation_digest(messages, exchange.body), versions)
 
 
 def marked(answer: dict[str, Any], text: str) -> dict[str, Any]:
     """An answer with `text` in place of its own. The names and ids of its calls stay, because
     templates look results up by them."""
-    calls = [*(answer.get("tool_calls") or ())]
-    if calls:
-        calls[-1] = calls[-1] | {
-            "function": calls[-1]["function"] | {"arguments": json.dumps({"x": text})}
-        }
-    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+    message = {"role": "assistant", "content": text}
+    if calls := [*(answer.get("tool_calls") or ())]:
+        function = calls[-1]["function"] | {"arguments": json.dumps({"x": text})}
+        calls[-1] = calls[-1] | {"function": function}
+        message["tool_calls"] = calls
+    return message
 
 
 def conversation_digest(messages: list[dict[str, Any]], body: dict[str, Any]) -> bytes:
     """A digest of what a conversation says, with the tools that are offered; not of reasoning,
     which clients keep in different places."""
-    said = [
-        (
-            message["role"],
-            THOUGHT.sub("", content).strip()
-            if isinstance(content := message.get("content") or "", str)
-            else content,
-            [
-                [(call.get("function") or {}).get(key) for key in ("name", "arguments")]
-                for call in message.get("tool_calls") or ()
-            ],
-            message.get("tool_call_id"),
-        )
-        for message in messages
-    ]
-    return blake2b(
-        json.dumps([said, body.get("tools"), body.get("chat_template_kwargs")]).encode(),
-        digest_size=16,
-    ).digest()
+    texts = []
+    for message in messages:
+        content = message.get("content") or ""
+        if isinstance(content, str):
+            content = THOUGHT.sub("", content).strip()
+        functions = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+        calls = [[function.get(key) for key in ("name", "arguments")] for function in functions]
+        texts.append((message["role"], content, calls, message.get("tool_call_id")))
+    content = json.dumps([texts, body.get("tools"), body.get("chat_template_kwargs")])
+    return blake2b(content.encode(), digest_size=16).digest()
 
 
 def serve_tokens(app: Any) -> Answers:

@@ -4,7 +4,8 @@ loaded while requests are in flight."""
 import asyncio
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -15,9 +16,9 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rl.inference.draw import carry_seed
 from rl.inference.loading import LoadingEngine
-from rl.inference.ranks import Ranks
 from rl.inference.weight_files import Tensors
 from rl.run_dir import spans
+from rl.wire.balance import Balancer
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import Turn, pack_ids, pack_logprobs
 
@@ -62,7 +63,8 @@ class VersionedEngine(LoadingEngine):
         self.set_weights(policy_version, content, expected)
         self.on_tokens = on_tokens
         self.vocab_size = self.model_config.get_vocab_size()
-        self.ranks = Ranks(self.vllm_config.parallel_config.data_parallel_size)
+        self.ranks = Balancer()
+        self.ranks.update(map(str, range(self.vllm_config.parallel_config.data_parallel_size)))
         self.sampling = spans.Busy("sampling", "requests")
         self.output_processor.add_request = partial(
             self.register, self.output_processor.add_request
@@ -84,12 +86,12 @@ class VersionedEngine(LoadingEngine):
         super()._run_output_handler()
 
     async def add_request(
-        self, request_id: str, prompt: Any, params: Any, *args: Any, **more: Any
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
     ) -> RequestOutputCollector:
         """Gives every request, whatever route it came by, the newest adapter."""
         if self.adapter:
-            more["lora_request"] = self.adapter
-        queue = await super().add_request(request_id, prompt, params, *args, **more)
+            options["lora_request"] = self.adapter
+        queue = await super().add_request(request_id, prompt, params, *args, **options)
         QUEUES.get([]).append(queue)
         return queue
 
@@ -107,14 +109,9 @@ class VersionedEngine(LoadingEngine):
         adapters side by side the request has had its own since `add_request`, and keeps it."""
         self.refuse_deadly(request)
         self.hand_over_seed(request.sampling_params)
-        lora = request.lora_request
-        version = (
-            self.policy_version
-            if not self.slots
-            else self.adapter_versions[lora.lora_int_id]
-            if lora
-            else 0
-        )
+        lora, version = request.lora_request, self.policy_version
+        if self.slots:
+            version = self.adapter_versions[lora.lora_int_id] if lora else 0
         # of one answer; nobody asks for those of several, which share a queue
         queue.version_starts = [(0, version)]
         add(request, prompt, parent, index, queue)
@@ -133,28 +130,25 @@ class VersionedEngine(LoadingEngine):
             if params and params.seed is not None:  # vLLM uses an int64 on GPUs
                 params.seed.to_bytes(8, signed=True)
         except OverflowError:
-            raise ValueError(
-                "a sampling parameter does not fit into a signed 64-bit integer"
-            ) from None
+            message = "a sampling parameter does not fit into a signed 64-bit integer"
+            raise ValueError(message) from None
 
     def hand_over_seed(self, params: SamplingParams | None) -> None:
         """Makes our own draw on CPUs use the request's seed. With speculative decoding vLLM
         draws there, and a seed would kill it."""
-        if (
-            self.vllm_config.device_config.device_type != "cpu"
-            or params is None
-            or params.seed is None
-        ):
+        on_cpu = self.vllm_config.device_config.device_type == "cpu"
+        if not on_cpu or params is None or params.seed is None:
             return
         if not self.vllm_config.speculative_config:
             carry_seed(params)
         elif not self.told_of_seeds:
             self.told_of_seeds = True
-            told = (
-                "no seeds with speculative decoding on a CPU: evaluations are drawn differently "
-                "each time"
+            print(
+                "inference: WARNING: no seeds with speculative decoding on a CPU: evaluations are "
+                "drawn differently each time",
+                file=sys.stderr,
+                flush=True,
             )
-            print(f"inference: WARNING: {told}", file=sys.stderr, flush=True)
         params.seed = None
 
     async def sample(
@@ -169,7 +163,7 @@ class VersionedEngine(LoadingEngine):
         ValueError if vLLM gives no `routes` although they are wanted.
         """
         request_id, prompt = uuid.uuid4().hex, tokens_input(prompt_token_ids=token_ids)
-        with self.sampling(), self.ranks.use(session) as rank:
+        with self.sampling(), engine_of(self.ranks, session) as rank:
             try:
                 queue = await self.add_request(request_id, prompt, params, data_parallel_rank=rank)
                 output = await queue.get()
@@ -189,6 +183,25 @@ class VersionedEngine(LoadingEngine):
             routes=routes_of(answer, len(token_ids) + len(logprobs) - 1) if routes else b"",
             packed_prompt_logprobs=of_prompt(output.prompt_logprobs, token_ids),
         )
+
+
+@contextmanager
+def engine_of(engines: Balancer, session: int | None) -> Iterator[int | None]:
+    """Yields which of a server's engines (`data_parallel_size`) answers this task's request, which
+    counts as in flight inside the block. Each has its own prefix cache, so a session stays with
+    one. None (one engine, or no session) leaves the choice to vLLM."""
+    engine = None
+    if len(engines.servers) > 1 and session is not None:
+        engine = engines.choose(session)
+    if engine is None:
+        yield None
+        return
+    flight = asyncio.current_task()
+    engine.flights.add(flight)
+    try:
+        yield int(engine.url)
+    finally:
+        engine.flights.remove(flight)
 
 
 def routes_of(answer: Any, count: int) -> bytes:

@@ -29,7 +29,6 @@ OWNED = {
 PLAIN_HTTP = (
     "the server of a run speaks plain HTTP: put a tunnel or a TLS proxy in front (docs/security.md)"
 )
-
 FIXED = {
     "logprobs_mode": "training needs the logprobs of the distribution that was sampled from "
     "(processed_logprobs)",
@@ -41,16 +40,13 @@ FIXED = {
     "config": "put its keys into [inference.vllm]",
     "api_key": "the run's token guards every path, while vLLM's key leaves some open: set RL_TOKEN",
     "headless": "engines on a further machine would begin with another version than the server: "
-    "start a "
-    "server on each (docs/clusters.md)",
+    "start a server on each (docs/clusters.md)",
     "language_model_only": "policies are trained on text alone, so images are not taken",
     "grpc": "the server of a run answers HTTP",
-    "ssl_keyfile": PLAIN_HTTP,
-    "ssl_certfile": PLAIN_HTTP,
-    "ssl_ca_certs": PLAIN_HTTP,
-    "ssl_cert_reqs": PLAIN_HTTP,
-    "ssl_ciphers": PLAIN_HTTP,
     "enable_ssl_refresh": PLAIN_HTTP,
+} | {
+    f"ssl_{name}": PLAIN_HTTP
+    for name in ("keyfile", "certfile", "ca_certs", "cert_reqs", "ciphers")
 }
 """vLLM arguments that cannot be changed -> why."""
 
@@ -90,43 +86,42 @@ def parse_one(parser: argparse.ArgumentParser, action: argparse.Action, value: A
     try:
         return getattr(parser.parse_args(to_flags(action, value)), action.dest)
     except ConfigError as error:
-        reason = str(error).partition(": ")
-        raise ConfigError(reason[2] if reason[0].startswith("argument ") else str(error)) from None
+        flag, _, reason = str(error).partition(": ")
+        raise ConfigError(reason if flag.startswith("argument ") else str(error)) from None
     except (ValueError, TypeError) as error:
         raise ConfigError(str(error)) from None
 
 
-def parse_engine_args(given: dict[str, Any], defaults: dict[str, Any] | None = None) -> Namespace:
+def parse_engine_args(values: dict[str, Any], defaults: dict[str, Any] | None = None) -> Namespace:
     """All arguments of vLLM's server: vLLM's defaults, then `defaults` (ours, trusted), then
-    `given` (the user's, `_` or `-` in keys).
+    `values` (the user's, `_` or `-` in keys).
 
-    Raises ConfigError listing every fault of `given` with key, value and remedy.
+    Raises ConfigError listing every fault of `values` with key, value and remedy.
     """
-    parser = make_parser()
-    actions = {
-        action.dest: action
-        for action in parser._actions
-        if action.option_strings and action.dest != "help"
-    }
+    parser, faults = make_parser(), []
+    actions = {action.dest: action for action in parser._actions if action.option_strings}
+    actions.pop("help")
     args = parser.parse_args([])
     for name, value in (defaults or {}).items():
         setattr(args, name, value)
-    faults = []
-    for key, value in given.items():
+    for key, value in values.items():
         name = key.replace("-", "_")
-        # a secret is not printed
-        said = f"inference.vllm.{key} = {'...' if name.endswith(('key', 'token')) else repr(value)}"
+        fault = ""
         if name in OWNED:
-            faults.append(f"{said}: set {OWNED[name]} instead")
+            fault = f"set {OWNED[name]} instead"
         elif name in FIXED:
-            faults.append(f"{said}: cannot be set, {FIXED[name]}")
+            fault = f"cannot be set, {FIXED[name]}"
         elif name not in actions:
-            faults.append(f"{said}: vLLM has no such argument; {did_you_mean(name, actions)}")
+            fault = f"vLLM has no such argument; {did_you_mean(name, actions)}"
         else:
             try:
                 setattr(args, name, parse_one(parser, actions[name], value))
             except ConfigError as error:
-                faults.append(f"{said}: {error}")
+                fault = str(error)
+        if fault:
+            # a secret is not printed
+            shown = "..." if name.endswith(("key", "token")) else repr(value)
+            faults.append(f"inference.vllm.{key} = {shown}: {fault}")
     if faults:
         raise ConfigError("\n".join(faults))
     return args

@@ -17,11 +17,11 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from rl.inference.adapter import check_adapter, is_adapter, read_adapter
-from rl.inference.over_network import check_content
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.inference.weights import check_content
 from rl.run_dir import spans
 from rl.run_dir.checksums import DIGESTS, Mirror, check_version, content_of, is_delta
-from rl.run_dir.in_memory import InMemory, Memory, OverNetwork, opened
+from rl.run_dir.in_memory import Memory, OverNetwork, opened
 from rl.system.errors import RESTART, RunError
 from rl.wire.inference_client import LoadedVersion
 
@@ -91,32 +91,34 @@ class LoadingEngine(AsyncLLM):
             if policy_version == self.policy_version and content in ("", self.content):
                 return LoadedVersion(policy_version)
             try:
-                if isinstance(memory, OverNetwork) and await self.stage_over_network(
-                    policy_version, memory, content
-                ):
-                    loaded = await self.swap(policy_version)
-                else:
-                    with opened(
-                        memory if self.all_here and isinstance(memory, InMemory) else None
-                    ) as image:
-                        if memory and not image:
-                            patience_s = (
-                                ASKED_AGAIN_S if isinstance(memory, OverNetwork) else STALLED_S
-                            )
-                            await self.in_time(self.until_there(Path(path), patience_s))
-                        loaded = await self._load_weights(
-                            policy_version, str(image or path), "" if image else content
-                        )
-                        if image:
-                            # deltas are not read any more: that memory is a whole version
-                            self.mirror.free()
-                self.content = content
-                return loaded
+                loaded = await self.load_from(policy_version, Path(path), memory, content)
             except RunError as error:
                 # not there yet, or deleted or replaced while it was read
                 if not self.broken and not Path(path).is_dir():
                     raise WeightsGoneError(f"{path} does not exist (any more): {error}") from None
                 raise
+            self.content = content
+            return loaded
+
+    async def load_from(
+        self, policy_version: int, folder: Path, memory: Memory | None, content: str
+    ) -> LoadedVersion:
+        """Loads a version from memory that can be reached, or from its folder."""
+        patience_s, file = STALLED_S, None
+        if isinstance(memory, OverNetwork):
+            if await self.stage_over_network(policy_version, memory, content):
+                return await self.swap(policy_version)
+            patience_s = ASKED_AGAIN_S
+        elif self.all_here:
+            file = memory
+        with opened(file) as image:
+            if image:
+                loaded = await self.load_files(policy_version, image, "")
+                self.mirror.free()  # deltas are not read any more: that memory is a whole version
+                return loaded
+            if memory:
+                await self.in_time(self.until_there(folder, patience_s))
+            return await self.load_files(policy_version, folder, content)
 
     async def stage_over_network(
         self, policy_version: int, memory: OverNetwork, content: str
@@ -126,6 +128,7 @@ class LoadingEngine(AsyncLLM):
         be read, or is not `content`, a warning says why."""
         if self.slots:
             return False
+        base, encoded = Path(self.model_config.model), msgspec.json.encode(memory).decode()
         try:
             # before a whole version is read and hashed for nothing
             if not all(await self.on_every_worker("stages_weights")):
@@ -133,17 +136,8 @@ class LoadingEngine(AsyncLLM):
                     "its workers read weights while generation pauses, for which they must "
                     "stay as they are"
                 )
-            check = partial(
-                check_content,
-                memory,
-                Path(self.model_config.model),
-                self.expected,
-                self.head_is_tied,
-                content,
-            )
-            await self.stage_checked(
-                policy_version, check, "over the network", msgspec.json.encode(memory).decode()
-            )
+            check = partial(check_content, memory, base, self.expected, self.head_is_tied, content)
+            await self.stage(policy_version, check, "over the network", encoded)
         except RunError as error:
             if self.broken:
                 raise
@@ -156,17 +150,32 @@ class LoadingEngine(AsyncLLM):
             return False
         return True
 
-    async def stage_checked(
+    async def stage(
         self, policy_version: int, check: Callable[[], None], path: str, *over_network: str
     ) -> None:
-        """Makes every worker stage the weights while this process checks them in a thread. If
-        either fails, the workers forget them, and the error is raised: the check's, which says
-        which file is damaged, if both have one."""
-        both = asyncio.to_thread(check), self.stage(policy_version, path, *over_network)
-        for error in await self.in_time(asyncio.gather(*both, return_exceptions=True)):
+        """Makes every worker prepare the weights while generation continues, and this process
+        checks them in a thread. If either fails, the workers forget them, and the error is raised:
+        the check's, which says which file is damaged, if both have one."""
+        preparing = self.prepared(policy_version, path, *over_network)
+        both = asyncio.gather(asyncio.to_thread(check), preparing, return_exceptions=True)
+        for error in await self.in_time(both):
             if error is not None:
                 await self.on_every_worker("forget_weights")
                 raise error
+
+    async def prepared(self, policy_version: int, path: str, *over_network: str) -> None:
+        """Waits until every worker has prepared the weights. Raises RunError if one cannot."""
+        with spans.span("stage", "weights", policy_version):
+            await self.on_every_worker("stage_weights", path, *over_network)
+            began, states = time.monotonic(), list[tuple[bool, str, int]]()
+            while not states or not all(done for done, *_ in states):
+                if states:
+                    took = time.monotonic() - began
+                    await asyncio.sleep(max(STAGING_POLL_S, took / POLLS_A_WAIT))
+                states = await self.on_every_worker("staging_state")
+                self.progress = sum(num_read for *_, num_read in states)
+        if faults := [fault for _, fault, _ in states if fault]:
+            raise RunError(f"{path}: {faults[0]}")
 
     async def in_time(self, reading: Awaitable[T]) -> T:
         """Waits for a part of reading a version. If it makes no progress, as in a file system
@@ -206,16 +215,17 @@ class LoadingEngine(AsyncLLM):
         must_be(content, content_of(self.mirror.tensors or {}), folder)
         return file
 
-    async def _load_weights(self, policy_version: int, path: str, content: str) -> LoadedVersion:
+    async def load_files(self, policy_version: int, folder: Path, content: str) -> LoadedVersion:
         """Loads a version from files. `content`: the content_id that it must have, unless either
         is not known."""
-        folder = await self.readable(Path(path), content)
-        await self.in_time(asyncio.to_thread(self.check_fit, folder))
+        files = await self.readable(folder, content)
+        await self.in_time(asyncio.to_thread(self.check_fit, files))
+        check = partial(verify, files, content)
         if self.slots:
-            await self.in_time(asyncio.to_thread(verify, folder, content))
-            await self.add_adapter(policy_version, path)
+            await self.in_time(asyncio.to_thread(check))
+            await self.add_adapter(policy_version, str(folder))
             return LoadedVersion(policy_version)
-        await self.stage_checked(policy_version, partial(verify, folder, content), str(folder))
+        await self.stage(policy_version, check, str(files))
         return await self.swap(policy_version)
 
     def check_fit(self, folder: Path) -> None:
@@ -238,8 +248,10 @@ class LoadingEngine(AsyncLLM):
         Adapters that no request needs any more are removed. If all slots are in use, this waits
         until the requests of one have ended.
         """
-        while len(used := self.adapters_in_use()) >= self.slots:
+        used = self.adapters_in_use()
+        while len(used) >= self.slots:
             await asyncio.sleep(SLOT_POLL_S)
+            used = self.adapters_in_use()
         for number in self.loaded_adapters - used:
             await self.remove_lora(number)
         number = next(self.adapter_ids)
@@ -266,21 +278,6 @@ class LoadingEngine(AsyncLLM):
         )
         return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
-    async def stage(self, policy_version: int, path: str, *over_network: str) -> None:
-        """Makes every worker prepare the weights while generation continues. Raises RunError if
-        one of them cannot; then none swaps."""
-        with spans.span("stage", "weights", policy_version):
-            await self.on_every_worker("stage_weights", path, *over_network)
-            began = time.monotonic()
-            states = await self.on_every_worker("staging_state")
-            while not all(done for done, _, _ in states):
-                await asyncio.sleep(max(STAGING_POLL_S, (time.monotonic() - began) / POLLS_A_WAIT))
-                states = await self.on_every_worker("staging_state")
-                self.progress = sum(num_read for _, _, num_read in states)
-        if faults := [fault for _, fault, _ in states if fault]:
-            await self.on_every_worker("forget_weights")
-            raise RunError(f"{path}: {faults[0]}")
-
     async def swap(self, policy_version: int) -> LoadedVersion:
         """Stops between two steps, drops the KV cache (it belongs to the old weights), swaps, and
         resumes the requests in flight.
@@ -288,10 +285,8 @@ class LoadingEngine(AsyncLLM):
         Requests keep their tokens; the KV of prompt and tokens is recomputed with the new weights.
         If anything fails here the model may be half new: `broken` then ends the server.
         """
-        self.broken, self.swapping = (
-            f"loading policy version {policy_version} failed half-way",
-            True,
-        )
+        self.swapping = True
+        self.broken = f"loading policy version {policy_version} failed half-way"
         try:
             await self.renderer.clear_mm_cache_async()
             ordered = time.perf_counter()
@@ -304,28 +299,27 @@ class LoadingEngine(AsyncLLM):
                 await barrier
                 self.policy_version = policy_version
                 for state in self.output_processor.request_states.values():
-                    state.queue.version_starts.append(
-                        (state.detokenizer.num_output_tokens(), policy_version)
-                    )
+                    first = state.detokenizer.num_output_tokens()
+                    state.queue.version_starts.append((first, policy_version))
                 await self.resume_generation()
         finally:
             self.swapping = False
         self.broken = ""
-        return LoadedVersion(
-            policy_version, stopped - ordered, time.perf_counter() - stopped, bytes_read
-        )
+        pause_s = time.perf_counter() - stopped
+        return LoadedVersion(policy_version, stopped - ordered, pause_s, bytes_read)
 
     async def until_there(self, folder: Path, patience_s: float) -> None:
         """Waits for the folder of a version that its trainer has announced and is still writing.
         Raises WeightsGoneError once nothing more of it is written for `patience_s`."""
         changed = time.monotonic()
         while not await asyncio.to_thread(folder.is_dir):
-            if (so_far := await asyncio.to_thread(written, folder)) != self.progress:
+            so_far = await asyncio.to_thread(written, folder)
+            if so_far != self.progress:
                 self.progress, changed = so_far, time.monotonic()
             elif time.monotonic() - changed > patience_s:
-                what = f"{so_far[0]:,} bytes of it are written, none in the last {patience_s:.0f} s"
                 raise WeightsGoneError(
-                    f"{folder}: announced, but missing: {what}; see its disk and logs/trainer*.log"
+                    f"{folder}: announced, but missing: {so_far[0]:,} bytes of it are written, "
+                    f"none in the last {patience_s:.0f} s; see its disk and logs/trainer*.log"
                 )
             await asyncio.sleep(WRITTEN_POLL_S)
 
@@ -336,9 +330,9 @@ def verify(folder: Path, content: str) -> None:
     must_be(content, check_version(folder), folder)
 
 
-def must_be(content: str, found: str, folder: Path) -> None:
+def must_be(content: str, actual: str, folder: Path) -> None:
     """Raises WeightsGoneError unless these content_ids are the same, or one is not known."""
-    if content and found and content != found:
+    if content and actual and content != actual:
         raise WeightsGoneError(
             f"{folder}: still holds what was trained there before; its trainer is replacing it"
         )
@@ -347,9 +341,9 @@ def must_be(content: str, found: str, folder: Path) -> None:
 def written(folder: Path) -> tuple[int, float]:
     """How many bytes `run_dir.files.write_directory` has written of a folder that is not there
     yet, and when it last wrote any."""
+    sizes, times = [0], [0.0]
     with contextlib.suppress(FileNotFoundError):  # it has just been renamed
-        found = [file.stat() for file in folder.parent.glob(f".{folder.name}.*.tmp/*")]
-        return sum(file.st_size for file in found), max(
-            (file.st_mtime for file in found), default=0.0
-        )
-    return 0, 0.0
+        for file in folder.parent.glob(f".{folder.name}.*.tmp/*"):
+            sizes.append(file.stat().st_size)
+            times.append(file.stat().st_mtime)
+    return sum(sizes), max(times)

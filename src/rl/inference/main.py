@@ -86,9 +86,8 @@ def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
     if on_cpu:
         if isinstance(cpus, list):
             os.sched_setaffinity(0, cpus)
-        environment |= cpu_environment(
-            cpus if isinstance(cpus, int) else len(os.sched_getaffinity(0))
-        )
+        threads = cpus if isinstance(cpus, int) else len(os.sched_getaffinity(0))
+        environment |= cpu_environment(threads)
     os.environ.update(environment | dict(os.environ))
     os.environ["VLLM_SERVER_DEV_MODE"] = "0"
     # the run's token guards all paths, and a request can show only one
@@ -117,11 +116,8 @@ def newest_sound_version(
             # writing in the place of this one.
             return WeightVersion(version, str(path), content=content)
         except RunError as error:
-            print(
-                f"inference: WARNING: skipping policy version {version}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"inference: WARNING: skipping policy version {version}: {error}"
+            print(text, file=sys.stderr, flush=True)
     return None
 
 
@@ -155,24 +151,19 @@ def run(config: RLConfig) -> int:
     spans.start(run_dir.spans, name)
     status = Status(run_dir.status(name), name)
     try:
-        mirror = Mirror()
+        mirror, base = Mirror(), ""
         newest = newest_sound_version(
             run_dir,
             mirror,
             lambda version: status.enter(Phase.LOADING_MODEL, policy_version=version),
         )
-        adapter = newest if newest and is_adapter(Path(newest.path)) else None
-        changes = newest if newest and is_delta(Path(newest.path)) else adapter
-        whole = newest if newest and not changes else None
-        model_path = (
-            resolve_model(config.model)
-            if adapter or not newest
-            else str([*chain(Path(newest.path))][-1])
-        )
-        number, content = (whole.policy_version, whole.content) if whole else (0, "")
+        path = Path(newest.path) if newest else Path()
+        changes = newest if newest and (is_adapter(path) or is_delta(path)) else None
+        if newest and not is_adapter(path):
+            base = str([*chain(path)][-1])
         served = Served(
-            number,
-            content,
+            newest.policy_version if newest and not changes else 0,
+            newest.content if newest and not changes else "",
             changes,
             mirror,
             token,
@@ -181,7 +172,7 @@ def run(config: RLConfig) -> int:
             lease.fd,
             sock,
         )
-        return serve(config, model_path, served, on_cpu)
+        return serve(config, base or resolve_model(config.model), served, on_cpu)
     except ConfigError as error:
         return report(f"wrong settings\n{redact(str(error))}", WRONG_SETTINGS)
     finally:

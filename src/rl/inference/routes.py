@@ -27,8 +27,8 @@ class AnswersRequest(Struct, forbid_unknown_fields=True):
     """See rl.wire.turns.answer_digest."""
 
 
-def reply(status: int, content: Any) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+def reply(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
@@ -66,42 +66,28 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
     router = APIRouter()
     max_model_len = engine.model_config.max_model_len
 
-    def refuse(error: RunError) -> Response:
-        if engine.broken:  # the server is about to end, and the weights are not to blame
-            return refusal(503, "stopping", str(error))
-        return refusal(422, "bad_weights", str(error), policy_version=engine.policy_version)
-
     @router.post("/generate")
     async def generate(request: Request) -> Response:
         """Tokens in, a Turn in msgpack out."""
         try:
             body = msgspec.json.decode(await request.body(), type=GenerateRequest)
-            num_tokens = len(body.token_ids)
-            if num_tokens >= max_model_len:
+            sizes = {"num_tokens": len(body.token_ids), "max_model_len": max_model_len}
+            if len(body.token_ids) >= max_model_len:
                 message = (
-                    f"the prompt has {num_tokens} tokens; model.max_model_len = {max_model_len} "
-                    "must hold prompt and answer together"
+                    f"the prompt has {len(body.token_ids)} tokens; model.max_model_len = "
+                    f"{max_model_len} must hold prompt and answer together"
                 )
-                return refusal(
-                    400,
-                    "prompt_too_long",
-                    message,
-                    num_tokens=num_tokens,
-                    max_model_len=max_model_len,
-                )
+                return refusal(400, "prompt_too_long", message, **sizes)
             params = to_sampling_params(body.sampling)
-            sampled = await unless_disconnected(
-                request,
-                engine.sample(body.token_ids, params, body.session, body.sampling.routes),
-            )
+            answer = engine.sample(body.token_ids, params, body.session, body.sampling.routes)
+            sampled = await unless_disconnected(request, answer)
         except (*UNREADABLE, VLLMClientError, ValueError) as error:
             return refusal(400, "bad_request", str(error))
         except CutOffError as error:
             return refusal(503, "stopping", str(error))
         except asyncio.CancelledError:
-            return refusal(
-                503, "stopping", "the server is stopping; repeat the request elsewhere or later"
-            )
+            message = "the server is stopping; repeat the request elsewhere or later"
+            return refusal(503, "stopping", message)
         return Response(msgspec.msgpack.encode(sampled), media_type="application/msgpack")
 
     @router.post("/load_weights")
@@ -118,11 +104,14 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
             )
         except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
-        except WeightsGoneError as error:
-            return refusal(404, "weights_gone", str(error), policy_version=engine.policy_version)
         except RunError as error:
-            return refuse(error)
-        return reply(200, held)
+            code, kind = 422, "bad_weights"
+            if isinstance(error, WeightsGoneError):
+                code, kind = 404, "weights_gone"
+            elif engine.broken:  # the server is about to end, and the weights are not to blame
+                code, kind = 503, "stopping"
+            return refusal(code, kind, str(error), policy_version=engine.policy_version)
+        return reply(held)
 
     @router.post("/versions")
     async def versions(request: Request) -> Response:
@@ -132,12 +121,11 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
             asked = msgspec.json.decode(await request.body(), type=AnswersRequest)
         except UNREADABLE as error:
             return refusal(400, "bad_request", str(error))
-        return reply(200, [answers.versions(digest) for digest in asked.answers])
+        return reply([answers.versions(digest) for digest in asked.answers])
 
     @router.get("/status")
     async def status() -> Response:
         return reply(
-            200,
             {
                 "protocol": PROTOCOL,
                 "policy_version": engine.policy_version,
@@ -145,7 +133,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
                 "served_model": served_model_name,
                 "max_model_len": max_model_len,
                 "num_running": engine.get_num_unfinished_requests(),
-            },
+            }
         )
 
     return router

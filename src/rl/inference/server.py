@@ -1,6 +1,7 @@
 """vLLM's OpenAI server with our engine and our routes, in this process and one engine process."""
 
 import asyncio
+import gc
 import importlib
 import os
 import secrets
@@ -8,9 +9,10 @@ import signal
 import socket
 import sys
 from argparse import Namespace
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 from rl.config.run import RLConfig
@@ -21,9 +23,9 @@ from rl.inference.weight_files import read_tensors
 from rl.models.folder import read_json
 from rl.run_dir.access_token import is_loopback
 from rl.run_dir.checksums import Mirror
-from rl.run_dir.status import Phase, Status, reachable
+from rl.run_dir.status import Status
 from rl.system.credentials import resolve
-from rl.system.errors import ConfigError
+from rl.system.errors import ConfigError, RunError
 from rl.system.functions import Blame
 from rl.system.linux import pid_scope
 from rl.system.machine import memory_bytes
@@ -33,13 +35,6 @@ CPU_KV_SEQUENCES, CPU_KV_BLOCK = 64, 32
 """Number of sequences that the KV cache on the CPU is sized for (further requests are queued),
 and of tokens per block. Only whole blocks are shared: with vLLM's 128, each rollout of a group
 would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
-
-SHUTDOWN_S = 2.0
-"""Wait for vLLM's app to end by itself."""
-
-KEEP_ALIVE_S = 600
-"""Idle HTTP connections stay open longer than any client keeps them, so that no request hits a
-connection that is being closed."""
 
 
 def cpu_environment(num_threads: int) -> dict[str, str]:
@@ -87,13 +82,9 @@ def cpu_kv_cache_bytes(config: Any) -> int:
     at the start (1.5 s per GiB).
     """
     model, parallel = config.model_config, config.parallel_config
-    values_per_token = (
-        2
-        * model.get_num_layers(parallel)
-        * model.get_num_kv_heads(parallel)
-        * model.get_head_size()
-    )
-    sequence = (model.max_model_len // 2 + CPU_KV_BLOCK) * values_per_token * model.dtype.itemsize
+    heads = model.get_num_kv_heads(parallel) * model.get_num_layers(parallel)
+    token_bytes = 2 * heads * model.get_head_size() * model.dtype.itemsize
+    sequence = (model.max_model_len // 2 + CPU_KV_BLOCK) * token_bytes
     return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory_bytes()[0] // 6))
 
 
@@ -110,9 +101,8 @@ def confuses_states(config: Any) -> bool:
     Mamba-2 state per request but, with prefix caching, looks states up by chunks of prompts (an
     IndexError, or the wrong state)."""
     model = config.model_config.hf_text_config
-    has_chunks = any(getattr(model, name, None) for name in ("mamba_chunk_size", "chunk_size"))
     return (
-        has_chunks
+        any(getattr(model, name, None) for name in ("mamba_chunk_size", "chunk_size"))
         and config.device_config.device_type == "cpu"
         and config.cache_config.mamba_cache_mode != "none"
     )
@@ -143,21 +133,17 @@ def check_experts(config: Any) -> None:
         return
     text, gpus = model.hf_text_config, parallel.data_parallel_size * parallel.tensor_parallel_size
     width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
-    cut = (
+    is_even = not isinstance(width, int) or width % gpus == 0
+    problem = "wait for each other in each layer" if is_even else "cannot divide it evenly"
+    message = (
         f"inference.vllm.data_parallel_size = {parallel.data_parallel_size} splits each expert "
-        f"(width {width}) across {gpus} GPUs"
+        f"(width {width}) across {gpus} GPUs, which {problem}: set it to 1 and "
+        "tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a server per GPU "
+        "(docs/clusters.md)"
     )
-    remedy = (
-        "set it to 1 and tensor_parallel_size to the GPUs, or enable_expert_parallel, or start a "
-        "server per GPU (docs/clusters.md)"
-    )
-    if isinstance(width, int) and width % gpus:
-        raise ConfigError(f"{cut}, which does not divide evenly: {remedy}")
-    print(
-        f"inference: WARNING: {cut}, which wait for each other in each layer: {remedy}",
-        file=sys.stderr,
-        flush=True,
-    )
+    if not is_even:
+        raise ConfigError(message)
+    print(f"inference: WARNING: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -177,13 +163,11 @@ def running_engine(args: Namespace):
         try:
             config = engine_config(args, context)
         except (ValueError, NotImplementedError) as error:
-            said = (
-                "; ".join(found["msg"] for found in error.errors())
-                if isinstance(error, ValidationError)
-                else str(error)
-            )
-            remedy = "lower model.max_model_len. vLLM's words: " if "max_model_len" in said else ""
-            raise ConfigError(f"vLLM refuses the model or its settings: {remedy}{said}") from error
+            text = str(error)
+            if isinstance(error, ValidationError):
+                text = "; ".join(fault["msg"] for fault in error.errors())
+            remedy = "lower model.max_model_len. vLLM's words: " if "max_model_len" in text else ""
+            raise ConfigError(f"vLLM refuses the model or its settings: {remedy}{text}") from error
     check_experts(config)
     if config.device_config.device_type == "cpu":
         suit_cpu(config)
@@ -241,9 +225,10 @@ async def run(args: Namespace, served: Served) -> str:
         death = asyncio.create_task(engine_process.engine_death(engine, served.engine_timeout_s))
         ready = asyncio.create_task(make_ready(engine, args, served))
         await asyncio.wait([death, ready], return_when=asyncio.FIRST_COMPLETED)
-        fault = (
-            death.result() if death.done() else await answer_requests(ready.result(), served, death)
-        )
+        if death.done():
+            fault = death.result()
+        else:
+            fault = await answer_requests(ready.result(), served, death)
         if fault:
             print(f"inference: {fault}", file=sys.stderr, flush=True)
         engine_process.end_within(engine_process.END_DEADLINE_S, 1 if fault else 0)
@@ -262,56 +247,32 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     served.status.follow("requests", engine.get_num_unfinished_requests)
     engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), pid_scope()))
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
-    if served.changes:
-        await engine.load_weights(
-            served.changes.policy_version, served.changes.path, content=served.changes.content
-        )
+    if changes := served.changes:
+        await engine.load_weights(changes.policy_version, changes.path, content=changes.content)
     return await build_app(engine, args)
 
 
 async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") -> str:
     """Runs the HTTP server until it ends; returns why the engine can no longer be used, or ""."""
-    import uvicorn
-    from vllm.entrypoints.launchers.launcher import NoSignalServer
-
+    from rl.wire import serving
     from rl.wire.token_gate import Gate
 
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    bound, port = served.sock.getsockname()[:2]
-    host, is_local = reachable(bound), is_loopback(bound)
-    # Non-local clients get the slower parser, because the other one does not limit lines and
-    # headers.
-    parser = "auto" if is_local else "h11"
-    gate = Gate(app, served.token, loopback=is_local)
-    config = uvicorn.Config(
-        gate, http=parser, log_level="warning", access_log=False, timeout_keep_alive=KEEP_ALIVE_S
-    )
-    server = NoSignalServer(config)
-    app.state.server = server  # vLLM's error handlers stop it when they find the engine dead
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    serving = asyncio.create_task(server.serve(sockets=[served.sock]))
-    stopped = asyncio.create_task(stop.wait())
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    served.status.enter(
-        Phase.SERVING, address=f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    )
-    await asyncio.wait([serving, death, stopped], return_when=asyncio.FIRST_COMPLETED)
-    # Open requests are not waited for: they end with the engine, and their clients repeat them
-    # elsewhere.
-    server.should_exit = server.force_exit = True
-    await serving
-    # With force_exit uvicorn skips the lifespan's shutdown, and its waiting task would be reported
-    # as an error when the loop ends.
-    with suppress(TimeoutError):
-        await asyncio.wait_for(server.lifespan.shutdown(), SHUTDOWN_S)
-    if stopped.done():
-        return ""
-    # vLLM's handlers also end the server when they find the engine dead
-    await asyncio.wait([death], timeout=1.0)
-    stopped.cancel()
-    return death.result() if death.done() else "the HTTP server has ended"
+    async def end_with_engine() -> None:
+        raise RunError(await death)
+
+    host = served.sock.getsockname()[0]
+    # vLLM's error handlers stop it when they find the engine dead, which ends with it anyway
+    app.state.server = SimpleNamespace(should_exit=False)
+    gate = Gate(app, served.token, loopback=is_loopback(host))
+    gc.freeze()  # else a collection that walked through all modules would block the event loop
+    try:
+        # Open requests are not waited for: they end with the engine, and their clients repeat them
+        # elsewhere.
+        work = asyncio.create_task(end_with_engine())
+        await serving.serve(gate, host, served.sock, served.status, work)
+    except RunError as error:
+        return str(error)
+    return ""
 
 
 def adapter_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> dict[str, Any]:
@@ -333,20 +294,16 @@ def adapter_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> dict[s
         )
     from vllm.config.lora import MaxLoRARanks  # those that it has buffers for
 
-    ranks = get_args(MaxLoRARanks)
-    rank = next((rank for rank in ranks if rank >= lora.rank), None)
-    if rank is None:
+    ranks = [rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank]
+    if not ranks:
         raise ConfigError(
-            f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to {ranks[-1]}; set "
-            "inference.adapters = merge"
+            f"trainer.lora.rank = {lora.rank}: vLLM serves ranks up to "
+            f"{get_args(MaxLoRARanks)[-1]}; set inference.adapters = merge"
         )
     # Requests of max_off_policy_steps + 1 versions can be in flight (older ones are cancelled); one
     # more slot is for the next version.
-    return {
-        "enable_lora": True,
-        "max_loras": config.orchestrator.max_off_policy_steps + 2,
-        "max_lora_rank": rank,
-    }
+    slots = config.orchestrator.max_off_policy_steps + 2
+    return {"enable_lora": True, "max_loras": slots, "max_lora_rank": ranks[0]}
 
 
 def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace:
@@ -376,13 +333,11 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
             )
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
         ours["enable_return_routed_experts"] = True
-    given = resolve(settings.vllm, "inference.vllm")
-    return parse_engine_args(
-        given,
-        ours
-        | adapter_arguments(config, model_path, on_cpu)
-        | (cpu_defaults(given) if on_cpu else {}),
-    )
+    ours |= adapter_arguments(config, model_path, on_cpu)
+    settings_of_user = resolve(settings.vllm, "inference.vllm")
+    if on_cpu:
+        ours |= cpu_defaults(settings_of_user)
+    return parse_engine_args(settings_of_user, ours)
 
 
 def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:

@@ -10,6 +10,7 @@ from rl.system.errors import RESTART, RunError
 
 FLOATS = {"BF16", "F16", "F32"}
 """Types of weights that loading can convert between."""
+MOST_FAULTS = 8
 
 Tensors = dict[str, TensorEntry]
 """Tensors by name."""
@@ -31,11 +32,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_tensors(directory: Path) -> Tensors:
     """All tensors of a model directory. Raises RunError if a file is not whole."""
-    return {
-        name: tensor
-        for file in weight_files(directory)
-        for name, tensor in read_header(file).items()
-    }
+    headers = map(read_header, weight_files(directory))
+    return {name: tensor for header in headers for name, tensor in header.items()}
 
 
 def empty_model(base: Path) -> Any:
@@ -44,10 +42,9 @@ def empty_model(base: Path) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(base, trust_remote_code=False)
-        )
+        return AutoModelForCausalLM.from_config(config)
 
 
 def trained_names(base: Path, names: Iterable[str]) -> dict[str, str]:
@@ -62,38 +59,39 @@ def trained_names(base: Path, names: Iterable[str]) -> dict[str, str]:
         model = empty_model(base)
     except (ValueError, OSError):
         return {name: name for name in names}
-    rules, own = get_model_conversion_mapping(model), model.state_dict()
-    kinds = [
-        [rule for rule in rules if isinstance(rule, WeightConverter) is converts]
-        for converts in (False, True)
-    ]
-    found = {name: rename_source_key(name, *kinds, model.base_model_prefix, own) for name in names}
-    return {
-        name: name if converter else renamed
-        for name, (renamed, converter) in found.items()
-        if renamed in own
-    }
+    rules, state = get_model_conversion_mapping(model), model.state_dict()
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    renamings = [rule for rule in rules if not isinstance(rule, WeightConverter)]
+    trained = {}
+    for name in names:
+        renamed, converter = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, state
+        )
+        if renamed in state:
+            trained[name] = name if converter else renamed
+    return trained
 
 
 def check_weights(
-    directory: Path, base: Path, expected: Tensors, tied: bool, found: Tensors | None = None
+    directory: Path, base: Path, expected: Tensors, tied: bool, tensors: Tensors | None = None
 ) -> None:
     """Raises RunError unless `directory` holds exactly the tensors of the served model, `expected`
-    in the files of `base`, that are trained; names at most eight faults. `found`: its tensors, if
-    they are known.
+    in the files of `base`, that are trained; names at most eight faults. `tensors`: its tensors,
+    if they are known.
 
     With a tied head, the head itself (`lm_head.weight`) is optional.
     """
-    found = read_tensors(directory) if found is None else found
+    tensors = read_tensors(directory) if tensors is None else tensors
     optional = {"lm_head.weight"} if tied else set()
-    if (expected.keys() ^ found.keys()) - optional:
-        names = trained_names(base, expected.keys() | found.keys())
+    if (expected.keys() ^ tensors.keys()) - optional:
+        names = trained_names(base, expected.keys() | tensors.keys())
         expected = {names[name]: tensor for name, tensor in expected.items() if name in names}
-        found = {names.get(name, name): tensor for name, tensor in found.items()}
-    faults = [f"{name} is missing" for name in expected.keys() - found.keys() - optional]
-    faults += [f"{name} is not in the model" for name in found.keys() - expected.keys() - optional]
-    for name in expected.keys() & found.keys():
-        tensor, wanted = found[name], expected[name]
+        tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    faults = [f"{name} is missing" for name in expected.keys() - tensors.keys() - optional]
+    unknown = tensors.keys() - expected.keys() - optional
+    faults += [f"{name} is not in the model" for name in unknown]
+    for name in expected.keys() & tensors.keys():
+        tensor, wanted = tensors[name], expected[name]
         if tensor.shape != wanted.shape:
             faults.append(f"{name} has shape {list(tensor.shape)}, the model {list(wanted.shape)}")
         if tensor.dtype != wanted.dtype and not {tensor.dtype, wanted.dtype} <= FLOATS:
@@ -104,7 +102,6 @@ def check_weights(
 def refuse_faults(directory: Path, faults: list[str]) -> None:
     """Raises RunError if there are faults; names at most eight."""
     if faults:
-        more = f" and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise RunError(
-            f"{directory} does not fit the served model: {'; '.join(sorted(faults)[:8])}{more}"
-        )
+        rest = len(faults) - MOST_FAULTS
+        names = "; ".join(sorted(faults)[:MOST_FAULTS]) + (f" and {rest} more" if rest > 0 else "")
+        raise RunError(f"{directory} does not fit the served model: {names}")

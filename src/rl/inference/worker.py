@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from rl.inference.adapter import is_adapter, merge, read_adapter
-from rl.inference.file_tensor import Weights
-from rl.inference.over_network import NetworkWeights
+from rl.inference.weights import NetworkWeights, Weights
 from rl.run_dir.in_memory import OverNetwork
 from rl.system.errors import RunError
 from rl.system.linux import end_with_parent, pid_scope
@@ -86,15 +85,12 @@ class WeightLoader:
             VocabParallelEmbedding,
         )
 
-        layers = [
-            layer
-            for layer in self.model_runner.get_model().modules()
-            if isinstance(layer, VocabParallelEmbedding)
-        ]
+        modules = self.model_runner.get_model().modules()
+        layers = [module for module in modules if isinstance(module, VocabParallelEmbedding)]
         embeddings = [layer.weight for layer in layers if not isinstance(layer, ParallelLMHead)]
         heads = [layer.weight for layer in layers if isinstance(layer, ParallelLMHead)]
-        said = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        return said or any(head is embedding for head in heads for embedding in embeddings)
+        says_so = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        return says_so or any(head is embedding for head in heads for embedding in embeddings)
 
     def die_with(self, pid: int) -> None:
         """Ends this process as soon as process `pid`, the server, has ended in any way: vLLM's
@@ -131,25 +127,22 @@ class WeightLoader:
 
         from rl.inference.staging import Staged, can_stage
 
+        base, model = Path(self.model_config.model), self.model_runner.get_model()
+        weights: Iterable[tuple[str, torch.Tensor]]
         if over_network:
-            self._weights = NetworkWeights(msgspec.json.decode(over_network, type=OverNetwork))
+            version = msgspec.json.decode(over_network, type=OverNetwork)
+            weights = self._weights = NetworkWeights(version)
+        elif is_adapter(folder):
+            self._weights = Weights(base)
+            weights = merge(read_adapter(folder), self._weights, base)
         else:
-            self._weights = Weights(Path(self.model_config.model) if is_adapter(folder) else folder)
-        weights = (
-            merge(read_adapter(folder), self._weights, Path(self.model_config.model))
-            if is_adapter(folder)
-            else self._weights
-        )
+            weights = self._weights = Weights(folder)
         if can_stage(self.vllm_config) and self.has_room():
-            staged = Staged(
-                self.model_runner.get_model(),
-                weights,
-                self.vllm_config,
-                in_host=not current_platform.is_cpu(),
-            )
+            in_host = not current_platform.is_cpu()
+            staged = Staged(model, weights, self.vllm_config, in_host)
             self._weights.confirm()
             return staged
-        if (name := type(self.model_runner.get_model()).__name__) in NOT_IN_PLACE:
+        if (name := type(model).__name__) in NOT_IN_PLACE:
             # nor has it: with more memory the next version can be loaded
             self._has_reloaded = False
             raise RunError(
@@ -177,17 +170,19 @@ class WeightLoader:
         parallel, free = self.vllm_config.parallel_config, memory_bytes()[1]
         # as before packing, which may leave nothing here
         layers = map(get_layerwise_info, self.model_runner.get_model().modules())
-        part = sum(
-            tensor.nbytes for layer in layers for tensor in layer.restore_metadata[0].values()
+        tensors = [tensor for layer in layers for tensor in layer.restore_metadata[0].values()]
+        need = (
+            sum(tensor.nbytes for tensor in tensors)
+            * parallel.local_world_size
+            * parallel.data_parallel_size_local
         )
-        need = part * parallel.local_world_size * parallel.data_parallel_size_local
         if need > free and not self._has_reloaded:
             # For good: vLLM's reload leaves its own loaders in the records that a second set of
             # modules is made from.
             self._has_reloaded = True
-            lacking = f"{need / 2**30:.1f} GiB for new weights, {free / 2**30:.1f} GiB are free"
             print(
-                f"inference: WARNING: {lacking}: from now on they are read while generation pauses",
+                f"inference: WARNING: {need / 2**30:.1f} GiB for new weights, {free / 2**30:.1f} "
+                "GiB are free: from now on they are read while generation pauses",
                 file=sys.stderr,
                 flush=True,
             )

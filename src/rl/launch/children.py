@@ -35,7 +35,7 @@ from rl.system.children import (
     start,
 )
 from rl.system.linux import adopt_orphans, socket_base
-from rl.system.preforked import PreforkedProcess
+from rl.system.prefork import PreforkedProcess
 from rl.system.process_table import Table
 
 OF_AN_ATTEMPT = (process_table.MARKER, "TMPDIR", "VLLM_RPC_BASE_PATH")

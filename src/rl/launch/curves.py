@@ -7,6 +7,7 @@ the loop of `rl` nor training waits.
 
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -16,13 +17,10 @@ from typing import Any
 
 from rl.diagnosis.environments import played
 from rl.run_dir.files import LineReader, write_file
-from rl.run_dir.lease import lease_path, newest_lease
 from rl.run_dir.metrics import environment_rewards, parse_line
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import is_over
-from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 from rl.system.terminal import span
 
@@ -41,77 +39,52 @@ EVERY_S = 60.0
 """Minimum seconds between two pictures during a run."""
 SHARE = 0.02
 """Maximum share of one core's time spent on them."""
-Series = tuple[str, str, str]
-"""Source, metric, label."""
-PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
-    (
-        "share of the rollouts",
-        (
-            ("orchestrator", "rollouts/zero_advantage", "without signal"),
-            ("orchestrator", "rollouts/truncated", "truncated"),
-            ("orchestrator", "rollouts/errored", "failed"),
-        ),
-    ),
-    ("tokens a rollout", (("orchestrator", "rollouts/length_mean", ""),)),
-    ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
-    ("lag, versions", (("orchestrator", "lag/max", "max"), ("orchestrator", "lag/mean", "mean"))),
-    ("mismatch KL of the trained version", (("trainer", "mismatch_kl/mean", ""),)),
-    ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
-    (
-        "rollouts a step",
-        (
-            ("orchestrator", "rollouts/finished", "finished"),
-            ("orchestrator", "rollouts/trained", "trained"),
-        ),
-    ),
-)
-"""Title and curves of the panels between the first and the last."""
-SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
-    ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
-    ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
-    ("learning rate", (("trainer", "optim/lr", ""),)),
-    ("tokens a second", (("trainer", "perf/tokens_per_s", ""),)),
-)
-"""Title and curves of these panels in supervised fine-tuning."""
+PANELS = {
+    "share of the rollouts": "orchestrator rollouts/zero_advantage without signal, "
+    "orchestrator rollouts/truncated truncated, orchestrator rollouts/errored failed",
+    "tokens a rollout": "orchestrator rollouts/length_mean",
+    "entropy, nats a token": "trainer entropy/mean",
+    "lag, versions": "orchestrator lag/max max, orchestrator lag/mean mean",
+    "mismatch KL of the trained version": "trainer mismatch_kl/mean",
+    "gradient norm": "trainer optim/grad_norm",
+    "rollouts a step": "orchestrator rollouts/finished finished, "
+    "orchestrator rollouts/trained trained",
+}
+"""Title of a panel between the first and the last -> source, metric and label of its curves."""
+SFT_PANELS = {
+    "entropy, nats a token": "trainer entropy/mean",
+    "gradient norm": "trainer optim/grad_norm",
+    "learning rate": "trainer optim/lr",
+    "tokens a second": "trainer perf/tokens_per_s",
+}
+"""The same in supervised fine-tuning."""
 
 
 def eval_curves(numbers: Numbers) -> dict[str, Points]:
     """Returns the reward of every evaluation over policy versions, by label."""
-    names = [name for name in numbers.names_of("eval") if name.endswith("/reward_mean")]
     return {
-        name.removeprefix("eval/").removesuffix("/reward_mean"): numbers.points("eval", name)
-        for name in names
+        match[1]: numbers.points("eval", name)
+        for name in numbers.names_of("eval")
+        if (match := re.fullmatch("eval/(.*)/reward_mean", name))
     }
 
 
-def environments_of(numbers: Numbers) -> list[str]:
-    """Returns the environments that have a training reward."""
-    return [*environment_rewards(dict.fromkeys(numbers.names_of("orchestrator")))]
-
-
 def environment_curves(numbers: Numbers) -> dict[str, Points]:
-    """Returns the training reward of each environment over steps, if there are several."""
-    envs = environments_of(numbers)
-    return (
-        {env: numbers.points("orchestrator", f"reward/{env}/mean") for env in envs}
-        if len(envs) > 1
-        else {}
-    )
+    """Returns the training reward of each environment over steps."""
+    names = environment_rewards(dict.fromkeys(numbers.names_of("orchestrator")))
+    return {env: numbers.points("orchestrator", f"reward/{env}/mean") for env in names}
 
 
 def environment_lines(numbers: Numbers) -> list[str]:
     """Returns lines with the reward of each environment, if there are several, and with faults
     in its rollouts."""
-    faults = {env: one.fault for env, one in played(numbers).items()}
-    envs = sorted({*environments_of(numbers), *faults})
-    shown = {
-        env: trend(numbers.points("orchestrator", f"reward/{env}/mean")[1]) or "-"
-        for env in envs
-        if len(envs) > 1 or faults.get(env)
-    }
+    faults = {env: rollouts.fault for env, rollouts in played(numbers).items()}
+    rewards = {env: trend(values) for env, (_, values) in environment_curves(numbers).items()}
+    envs = sorted({*rewards, *faults})
     return [
-        f"          {text}   {env}" + (f": {faults[env]}" if faults.get(env) else "")
-        for env, text in shown.items()
+        f"          {rewards.get(env) or '-'}   {env}{f': {fault}' if fault else ''}"
+        for env in envs
+        if (fault := faults.get(env)) or len(envs) > 1
     ]
 
 
@@ -132,14 +105,14 @@ def fallen_lines(numbers: Numbers) -> list[str]:
     """Returns lines on parts of rewards, and other metrics of environments, that fell by more
     than FALLEN, largest fall first. A policy may gain one part of its reward at the cost of
     another."""
-    curves = {name: numbers.points("orchestrator", name)[1] for name in reward_parts(numbers)}
-    means = {name: ends(values) for name, values in curves.items() if len(values) > 2 * ENDS}
-    left = {name: last / first for name, (first, last) in means.items() if first > 0}
-    deepest = sorted(
-        (fraction, name) for name, fraction in left.items() if 0 <= fraction < 1 - FALLEN
-    )[:MOST_FALLEN]
-    parts = [(name.split("/", 2), trend(curves[name])) for _, name in deepest]
-    return [f"fell      {text}   ({part} of {env})" for (_, env, part), text in parts]
+    falls = []
+    for name in reward_parts(numbers):
+        values = numbers.points("orchestrator", name)[1]
+        first, last = ends(values) if len(values) > 2 * ENDS else (0.0, 0.0)
+        if first > 0 and 0 <= last / first < 1 - FALLEN:
+            _, env, metric = name.split("/", 2)
+            falls.append((last / first, f"fell      {trend(values)}   ({metric} of {env})"))
+    return [line for _, line in sorted(falls)[:MOST_FALLEN]]
 
 
 def is_sft(numbers: Numbers) -> bool:
@@ -156,13 +129,9 @@ def trend(values: list[float], spec: str = ".3f") -> str:
 def inference_idle(numbers: Numbers) -> float | None:
     """Returns the fraction of the time in which inference was idle; None if it was not measured."""
     seconds = dict(zip(*numbers.points("orchestrator", "time/batch"), strict=True))
-    idle = dict(zip(*numbers.points("orchestrator", "perf/inference_idle_fraction"), strict=True))
-    total = sum(seconds.get(step, 0.0) for step in idle)
-    return (
-        sum(seconds.get(step, 0.0) * fraction for step, fraction in idle.items()) / total
-        if total
-        else None
-    )
+    steps, fractions = numbers.points("orchestrator", "perf/inference_idle_fraction")
+    weights = [seconds.get(step, 0.0) for step in steps]
+    return fmean(fractions, weights) if sum(weights) else None
 
 
 def seconds_of(run_dir: RunDir, part: str) -> float:
@@ -175,93 +144,92 @@ def seconds_of(run_dir: RunDir, part: str) -> float:
 def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     """Returns the lines of the final report, without those of metrics that were not measured."""
     took_s, waited_s = (seconds_of(run_dir, part) for part in ("time/step", "time/wait_for_batch"))
-    measured = took_s and numbers.points("trainer", "time/wait_for_batch")[1]
-    shares = [f"trainer waited for batches {waited_s / took_s:.0%}"] if measured else []
+    shares = []
+    if took_s and numbers.points("trainer", "time/wait_for_batch")[1]:
+        shares.append(f"trainer waited for batches {waited_s / took_s:.0%}")
     if (idle := inference_idle(numbers)) is not None:
         shares.append(f"inference was idle {idle:.0%}")
     count = max(0, max(numbers.points("trainer", "time/step")[0], default=0) - first_step(run_dir))
-    took = f"{count} step{'' if count == 1 else 's'} in {span(took_s)}"
-    report = [
-        took + (f"; {', '.join(shares)} of the time" if shares else "")
-        if took_s
-        else "no step was trained"
-    ]
+    of_time = f"; {', '.join(shares)} of the time" if shares else ""
+    steps = f"{count} step{'' if count == 1 else 's'} in {span(took_s)}{of_time}"
+    report = [steps if took_s else "no step was trained"]
     if reward := trend(numbers.reward()[1].tolist()):
-        shares = ", environments at equal shares" if environment_curves(numbers) else ""
-        of = (
+        several = len(environment_curves(numbers)) > 1
+        mean = (
             "mean of the first and of the last steps"
             if took_s
             else "of rollouts that no step was trained on"
-        )
-        report.append(f"reward    {reward}   ({of}{shares})")
+        ) + ", environments at equal shares" * several
+        report.append(f"reward    {reward}   ({mean})")
     report += environment_lines(numbers) + fallen_lines(numbers)
     if is_sft(numbers) and (loss := trend(numbers.points("trainer", "loss/mean")[1], ".4f")):
         report.append(f"loss      {loss}   (nats a token, mean of the first and of the last steps)")
     at, losses = numbers.points("trainer", "validation/loss")
     if losses:
-        versions = f"version {at[0]} and version {at[-1]}"
         report.append(
             f"valid     {losses[0]:.4f} -> {losses[-1]:.4f}   (held-out loss, nats a token, "
-            f"{versions})"
+            f"version {at[0]} and version {at[-1]})"
         )
     for label, (at, rewards) in eval_curves(numbers).items():
+        line = f"eval      {rewards[0]:.3f}" if rewards else ""
         if len(rewards) > 1:
-            report.append(
-                f"eval      {rewards[0]:.3f} -> {rewards[-1]:.3f}   ({label}, version "
-                f"{at[0]} and version {at[-1]})"
-            )
+            line += f" -> {rewards[-1]:.3f}   ({label}, version {at[0]} and version {at[-1]})"
         elif rewards:
-            report.append(f"eval      {rewards[0]:.3f}   ({label}, version {at[0]})")
+            line += f"   ({label}, version {at[0]})"
+        report += filter(None, [line])
     if kl := numbers.points("trainer", "mismatch_kl/mean")[1]:
         report.append(
             f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens "
             "of the trained version)"
         )
     newest = run_dir.newest_weights()
-    where = {
-        "weights": str(newest[1]) if newest else None,
-        "curves": run_dir.curves if run_dir.curves.exists() else None,
-        "metrics": run_dir.metrics if run_dir.metrics.exists() else None,
+    paths = {
+        "weights": newest[1] if newest else None,
+        "curves": run_dir.curves,
+        "metrics": run_dir.metrics,
         "logs": run_dir.logs,
         "all of it": run_dir.root,
     }
-    return report + [f"{what:<9} {path}" for what, path in where.items() if path]
+    always = ("logs", "all of it")
+    return report + [
+        f"{what:<9} {path}"
+        for what, path in paths.items()
+        if path and (what in always or path.exists())
+    ]
 
 
-def draw_curves(
-    numbers: Numbers, path: Path, title: str, fence: Callable[[], None] | None = None
-) -> None:
+def draw_curves(numbers: Numbers, path: Path, title: str) -> None:
     """Writes curves.png: reward and evals, the panels of PANELS, time per step with the part spent
-    waiting. Replaces it atomically.
-
-    `fence`: see write_file.
-    """
+    waiting. Replaces it atomically."""
     from matplotlib.figure import Figure
 
     sft = is_sft(numbers)
     size, rows = ((14, 7), 2) if sft else ((15, 10), 3)
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
-    first, *middle, last = figure.subplots(rows, 3).flat
+    panels = list(figure.subplots(rows, 3).flat)
+    first, *middle, last = panels
     draw_first(first, numbers, sft)
-    for panel, (name, series) in zip(middle, SFT_PANELS if sft else PANELS, strict=True):
-        for source, metric, label in series:
-            panel.plot(*numbers.points(source, metric), label=label)
-        panel.set_title(name)
-        if len(series) > 1:
-            panel.legend(loc="best")
+    titles = SFT_PANELS if sft else PANELS
+    for panel, (title, curves) in zip(middle, titles.items(), strict=True):
+        panel.set_title(title)
+        for curve in curves.split(", "):
+            source, metric, *label = curve.split(" ", 2)
+            panel.plot(*numbers.points(source, metric), label="".join(label))
+            if label:
+                panel.legend(loc="best")
     last.plot(*numbers.points("trainer", "time/step"), label="whole step")
-    steps, waits = numbers.points("trainer", "time/wait_for_batch")
-    last.fill_between(steps, waits, alpha=0.4, label="trainer waits for the batch")
+    waits = numbers.points("trainer", "time/wait_for_batch")
+    last.fill_between(*waits, alpha=0.4, label="trainer waits for the batch")
     last.set_title("seconds a step")
     last.legend(loc="best")
-    for panel in (first, *middle, last):
+    for panel in panels:
         panel.set_xlabel("step")
         panel.xaxis.get_major_locator().set_params(integer=True)
         panel.grid(alpha=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=100, format="png")
-    write_file(path, picture.getvalue(), fence=fence)
+    write_file(path, picture.getvalue())
 
 
 def drawn_parts(numbers: Numbers) -> dict[str, Points]:
@@ -281,22 +249,15 @@ def draw_first(panel: Any, numbers: Numbers, sft: bool) -> None:
     confidence intervals."""
     from matplotlib import rcParams
 
+    dashed = {"marker": "o", "linestyle": "--"}
     panel.set_title("loss, nats a token" if sft else "reward")
-    if sft:
-        panel.plot(
-            *numbers.points("trainer", "validation/loss"),
-            marker="o",
-            linestyle="--",
-            label="validation",
-        )
     environments = environment_curves(numbers)
-    whole = (
-        "training",
-        numbers.points("trainer", "loss/mean")
-        if sft
-        else numbers.points("orchestrator", "reward/mean"),
-    )
-    for env, points in environments.items() or [whole]:
+    if sft:
+        panel.plot(*numbers.points("trainer", "validation/loss"), **dashed, label="validation")
+    if len(environments) < 2:
+        source, metric = ("trainer", "loss/mean") if sft else ("orchestrator", "reward/mean")
+        environments = {"training": numbers.points(source, metric)}
+    for env, points in environments.items():
         panel.plot(*points, label=env)
     for name, points in drawn_parts(numbers).items():
         panel.plot(*points, linewidth=0.8, linestyle=":", label=name.removeprefix("reward/"))
@@ -304,13 +265,8 @@ def draw_first(panel: Any, numbers: Numbers, sft: bool) -> None:
     for label, (versions, rewards) in eval_curves(numbers).items():
         known = dict(zip(*numbers.points("eval", f"eval/{label}/reward_mean_stderr"), strict=True))
         errors = [INTERVAL * known.get(version, 0.0) for version in versions]
-        style = {
-            "marker": "o",
-            "linestyle": "--",
-            "capsize": 3,
-            "label": f"eval {label}" + ", 95% interval" * any(errors),
-            "color": colours.get(label),
-        }
+        name = f"eval {label}" + ", 95% interval" * any(errors)
+        style = {**dashed, "capsize": 3, "label": name, "color": colours.get(label)}
         panel.errorbar(versions, rewards, yerr=errors, **style)
     panel.legend(loc="best")
 
@@ -334,24 +290,13 @@ def main() -> None:
     os.nice(19)
     root, title = Path(sys.argv[1]), sys.argv[2]
     run_dir, drawn = RunDir(root, root / "weights"), 0
-    lock = run_dir.lock("rl")
-    number = newest_lease(lock) if lock.parent.is_dir() else 0
-
-    def fence() -> None:
-        if number and is_over(lease_path(lock, number)):
-            raise RunError("the `rl` that has started this process has lost or given back its run")
-
     while True:
-        fence()
-        began = time.monotonic()
+        started = time.monotonic()
         if (size := run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0) != drawn:
-            draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title, fence)
+            draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title)
             drawn = size
-        time.sleep(max(EVERY_S, (time.monotonic() - began) / SHARE))
+        time.sleep(max(EVERY_S, (time.monotonic() - started) / SHARE))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RunError as error:
-        sys.exit(f"curves: {error}")
+    main()

@@ -59,19 +59,14 @@ class Keeper:
         events: Path | None = None,
     ):
         """`events`: the file of its events, by default the run's."""
-        self.settings, self.run_dir, self.children, self.say = (
-            config.supervisor,
-            run_dir,
-            children,
-            say,
-        )
-        self.events = events or run_dir.events
+        self.settings, self.run_dir = config.supervisor, run_dir
+        self.children, self.say, self.events = children, say, events or run_dir.events
         self.startup_timeout_s = config.inference.startup_timeout_s
         self.states: dict[str, RoleState] = {}
         self.clock, self.polled, self.slow_at = 0.0, time.monotonic(), 0.0
-        limits = self.settings.max_restarts, self.settings.window_s
+        settings = self.settings
         self.restarts = RestartPolicy(
-            self.settings.backoff_s, self.settings.backoff_limit_s, *limits
+            settings.backoff_s, settings.backoff_limit_s, settings.max_restarts, settings.window_s
         )
 
     def begin(self, roles: list[Role]) -> None:
@@ -90,31 +85,30 @@ class Keeper:
 
     def poll(self) -> list[Death]:
         """Checks every process, and kills or starts it if that is due. Returns those that have
-        died."""
+        died. Raises OSError if the system refuses a start, which the next call tries again."""
         now = time.monotonic()
         self.clock += min(now - self.polled, LONGEST_POLL_S)
         self.polled = now
         slow_s = self.clock - self.slow_at if self.clock - self.slow_at >= SLOW_POLL_S else 0.0
+        for state in self.states.values():
+            if not (state.attempt or state.done) and self.clock >= state.start_at:
+                self._start(state)
         deaths = []
         for state in self.states.values():
             if attempt := state.attempt:
                 # before its statuses are read, whose last ones may be of the moment before
                 ended = attempt.child.exit_code is not None
                 self._read_statuses(state, attempt, all_ranks=bool(slow_s))
-                if (
-                    death := self._ended(state, attempt)
-                    if ended
-                    else self._watch(state, attempt, slow_s)
-                ):
-                    deaths.append(death)
-            elif not state.done and self.clock >= state.start_at:
-                self._start(state)
+                if ended:
+                    deaths.append(self._ended(state, attempt))
+                else:
+                    deaths.append(self._watch(state, attempt, slow_s))
         if slow_s:
             self.slow_at = self.clock
             self.children.poll()
             if "orchestrator" in self.states:
                 trim_logs(self.run_dir.logs.glob("worker-*.log"))
-        return deaths
+        return [death for death in deaths if death]
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
         """Appends to events.jsonl. Raises RunError if another process has taken over the run:
@@ -131,50 +125,17 @@ class Keeper:
         role = state.role
         # Not twice without progress: the fault may be in the state that a copy inherits.
         warm = (state.died is not None and state.streak <= 1) if role.leaves_copy else None
-        try:
-            if role.name == "trainer":
-                self.run_dir.exit_code("trainer").unlink(missing_ok=True)
-            child = self.children.start(
-                role.name, role.command, role.env, self.run_dir.logs, role.cores, warm
-            )
-        except OSError as error:
-            return self._not_started(state, error)
+        if role.name == "trainer":
+            self.run_dir.exit_code("trainer").unlink(missing_ok=True)
+        child = self.children.start(
+            role.name, role.command, role.env, self.run_dir.logs, role.cores, warm
+        )
         state.attempt = Attempt(child, began=self.clock, staleness=Staleness(lambda: self.clock))
         if state.died is not None:
-            self.event(
-                "restart",
-                state.name,
-                attempt=child.attempt,
-                seconds=round(self.clock - state.died, 1),
-            )
+            seconds = round(self.clock - state.died, 1)
+            self.event("restart", state.name, attempt=child.attempt, seconds=seconds)
         elif state.name not in PREPARING:
             self.event("start", state.name, attempt=child.attempt)
-        return None
-
-    def _not_started(self, state: RoleState, error: OSError) -> None:
-        """Schedules a retry of a start that the system refused: a full process table or disk may
-        pass. Raises RunError when the policy allows no more refusals and deaths."""
-        reason = f"could not be started: {error.strerror or error}" + (
-            f" ({error.filename})" if error.filename else ""
-        )
-        self.event("death", state.name, reason=reason)
-        delay = self._schedule(state, progressed=False)
-        if delay is None:
-            self.event("give_up", state.name, reason=reason)
-            raise RunError(
-                f"{state.name} {reason}, {len(state.death_times)} times; make room for its "
-                "files or processes, then go on"
-            )
-        self.say(f"warning: {state.name} {reason}; it is tried again in {delay:g} s")
-
-    def _schedule(self, state: RoleState, progressed: bool) -> float | None:
-        """Counts a death or a refused start, and schedules the next start. Returns its delay;
-        None if there are to be no more."""
-        state.streak = 0 if progressed else state.streak + 1
-        state.death_times.append(self.clock)
-        delay = self.restarts.delay_s(state.streak, state.death_times)
-        state.start_at = self.clock + (delay or 0.0)
-        return delay
 
     def wake(self, name: str) -> None:
         """Schedules another start of a process that had ended and is needed again."""
@@ -186,26 +147,21 @@ class Keeper:
     def _read_statuses(self, state: RoleState, attempt: Attempt, all_ranks: bool) -> None:
         """Reads the statuses of its processes; those of further ranks only at every slow poll,
         because a cluster has hundreds."""
-        names, others = [state.name], attempt.statuses
+        names, known = [state.name], attempt.statuses
         if state.name == "trainer" and all_ranks:
-            others = {}
-            names += sorted(
-                path.stem for path in self.run_dir.status(state.name).parent.glob("trainer-*.json")
-            )
-        found = {name: read_status(self.run_dir.status(name)) for name in names}
-        attempt.has_status = found[state.name] is not None
-        known = {name: status or attempt.statuses.get(name) for name, status in found.items()}
-        attempt.statuses = others | {name: status for name, status in known.items() if status}
-        attempt.progressed = attempt.progressed or any(
-            status.progress for status in attempt.statuses.values()
-        )
+            names += sorted(path.stem for path in self.run_dir.status_dir.glob("trainer-*.json"))
+            known = {name: known[name] for name in names if name in known}
+        read = {name: read_status(self.run_dir.status(name)) for name in names}
+        attempt.has_status = read[state.name] is not None
+        attempt.statuses = known | {name: status for name, status in read.items() if status}
+        progress = any(status.progress for status in attempt.statuses.values())
+        attempt.progressed = attempt.progressed or progress
         state.progressed = state.progressed or attempt.progressed
         state.came_up = state.came_up or attempt.works()
         for warning in attempt.status.warnings[attempt.num_warnings :]:
             attempt.num_warnings += 1
-            self.event(
-                "warning", state.name, env=warning.env, about=warning.about, reason=warning.text
-            )
+            about = {"env": warning.env, "about": warning.about, "reason": warning.text}
+            self.event("warning", state.name, **about)
             self.say(f"warning: {warning.text}")
 
     def _watch(self, state: RoleState, attempt: Attempt, slow_s: float) -> Death | None:
@@ -220,16 +176,12 @@ class Keeper:
             seconds = round(self.clock - (attempt.began if state.died is None else state.died), 1)
             self.event("ready", state.name, attempt=child.attempt, seconds=seconds)
             if state.died is not None:
-                self.say(
-                    f"  {state.name} is back after {seconds:.1f} s ({describe(attempt.status)})"
-                )
+                doing = describe(attempt.status)
+                self.say(f"  {state.name} is back after {seconds:.1f} s ({doing})")
         if slow_s:
             # The orchestrator watches its own workers, and an environment may stop processes.
-            stopped = self.children.stopped(child, whole_tree=state.name != "orchestrator")
-            attempt.stopped, attempt.stopped_s = (
-                stopped,
-                attempt.stopped_s + slow_s if stopped else 0.0,
-            )
+            attempt.stopped = self.children.stopped(child, state.name != "orchestrator")
+            attempt.stopped_s = attempt.stopped_s + slow_s if attempt.stopped else 0.0
         reason = self._silence(attempt) or self._late(state, attempt)
         if not reason:
             return None
@@ -244,49 +196,44 @@ class Keeper:
     def _silence(self, attempt: Attempt) -> str:
         """Returns why to kill a process that was stopped, or whose heartbeat (or that of another
         rank) has not changed for too long."""
-        limit = self.settings.silence_s
+        limit, statuses = self.settings.silence_s, attempt.statuses
+        because = f"(supervisor.silence_s = {limit:g})"
         if attempt.stopped_s >= limit:
-            ours = [
-                name
-                for name, status in attempt.statuses.items()
+            ranks = [
+                attempt.rank(name)
+                for name, status in statuses.items()
                 if status.pid in attempt.stopped and status.place == pid_scope()
             ]
-            which = "".join(f" ({rank})" for name in ours if (rank := attempt.rank(name)))
-            return (
-                f"was stopped by a signal{which} for {attempt.stopped_s:.0f} s "
-                f"(supervisor.silence_s = {limit:g}), and killed"
-            )
+            which = "".join(f" ({rank})" for rank in ranks if rank)
+            seconds = f"{attempt.stopped_s:.0f} s"
+            return f"was stopped by a signal{which} for {seconds} {because}, and killed"
         # Between two worlds of a cluster only the launcher has a status. A process that hangs at
         # its end has none: its last one is judged.
-        judged = {
-            name: status
-            for name, status in attempt.statuses.items()
-            if name != attempt.child.name or attempt.has_status
-        }
-        unchanged = [
-            (attempt.staleness.look(name, status.heartbeat), name)
-            for name, status in (judged or attempt.statuses).items()
-        ]
-        silent_s, name = max(unchanged, default=(0.0, ""))
+        others = {name: statuses[name] for name in statuses if name != attempt.child.name}
+        judged = statuses if attempt.has_status else others or statuses
+        silent_s, name = max(
+            (
+                (attempt.staleness.look(name, status.heartbeat), name)
+                for name, status in judged.items()
+            ),
+            default=(0.0, ""),
+        )
         if silent_s < limit:
             return ""
-        which = f" of {rank}" if (rank := attempt.rank(name)) else ""
-        return (
-            f"gave no heartbeat{which} for {silent_s:.0f} s (supervisor.silence_s = {limit:g}), "
-            "and was killed"
-        )
+        rank = attempt.rank(name)
+        which = f" of {rank}" if rank else ""
+        return f"gave no heartbeat{which} for {silent_s:.0f} s {because}, and was killed"
 
     def _late(self, state: RoleState, attempt: Attempt) -> str:
         """Returns why to kill a process that does not come up; empty while it has time. Raises
         RunError for a server that never came up."""
         age, limit = self.clock - attempt.began, self.startup_timeout_s
-        if (
-            not (state.name in PREPARING or state.role.serves)
-            and not attempt.statuses
-            and age > max(FIRST_SIGN_S, limit)
-        ):
-            return f"gave no sign of life in its first {age:.0f} s, and was killed"
-        if not state.role.serves or attempt.ready or age <= limit:
+        if not state.role.serves:
+            is_mute = state.name not in PREPARING and not attempt.statuses
+            if is_mute and age > max(FIRST_SIGN_S, limit):
+                return f"gave no sign of life in its first {age:.0f} s, and was killed"
+            return ""
+        if attempt.ready or age <= limit:
             return ""
         late = (
             f"is not ready after inference.startup_timeout_s = {limit:g} s; it was doing: "
@@ -303,29 +250,23 @@ class Keeper:
         """Handles the end of a process: a good end, or a death. Raises RunError for a fault that
         a restart does not fix."""
         child, code = attempt.child, attempt.child.exit_code
+        prepares = state.name in PREPARING
         if state.name == "trainer" and code and code > 0:
             code = self._trainer_code(child.log, code)
         self.children.kill_tree(child)
         if code == 0 and not state.role.serves:
             state.attempt, state.done = None, True
             return None
-        if code in (WRONG_SETTINGS, GIVE_UP) or (state.name in PREPARING and code and code > 0):
-            said = f", saying: {words}" if (words := last_words(child.log)) else ""
-            self.event(
-                "give_up",
-                state.name,
-                attempt=child.attempt,
-                exit=code,
-                reason=f"{child.ending()}{said}",
-            )
-            if state.name not in PREPARING:
-                raise failure(child, child.ending())
-            lines = last_lines(child.log)  # the last line says all
-            raise RunError(
-                f"{lines[-1] if lines else f'the {state.name}: ' + child.ending()}\n  the "
-                f"whole log: {child.log}"
-            )
-        return self._died(state, attempt, child.ending() + killed_rank(child.log), code)
+        ending = child.ending()
+        if code in (WRONG_SETTINGS, GIVE_UP) or (prepares and code and code > 0):
+            reason = ending + saying(last_words(child.log))
+            self.event("give_up", state.name, attempt=child.attempt, exit=code, reason=reason)
+            if not prepares:
+                raise failure(child, ending)
+            lines = last_lines(child.log) or [f"the {state.name}: {ending}"]
+            # the last line says all
+            raise RunError(f"{lines[-1]}\n  the whole log: {child.log}")
+        return self._died(state, attempt, ending + killed_rank(child.log), code)
 
     def _trainer_code(self, log: Path, code: int) -> int:
         """Returns the exit code of the rank that failed first, as torchrun's agent always exits
@@ -339,42 +280,38 @@ class Keeper:
         self, state: RoleState, attempt: Attempt, reason: str, code: int | None = None
     ) -> Death:
         """Records a death and schedules the restart, unless the death is the last one."""
-        child = attempt.child
-        seconds, words = round(self.clock - attempt.began, 1), last_words(child.log)
-        death = Death(
-            child,
-            time.time(),
-            reason,
-            code,
-            attempt.doing,
-            attempt.training_step,
-            error_line(child.log),
-        )
+        child, doing = attempt.child, attempt.doing
+        words, error = last_words(child.log), error_line(child.log)
+        death = Death(child, time.time(), reason, code, doing, attempt.training_step, error)
         state.deaths.append(death)
-        more = {"seconds": seconds, "said": words[:500], **attempt.last_phase}
-        self.event("death", state.name, attempt=child.attempt, exit=code, reason=reason, **more)
+        self.event(
+            "death",
+            state.name,
+            attempt=child.attempt,
+            exit=code,
+            reason=reason,
+            seconds=round(self.clock - attempt.began, 1),
+            said=words[:500],
+            **attempt.last_phase,
+        )
         self._forget_attempt(state)
-        said = ""
         # A server that ends with an error in every attempt before it has sampled a token will not
         # do so in another one.
-        useless = (
-            state.role.serves
-            and not state.progressed
-            and code is not None
-            and code > 0
-            and code != DAMAGED
-        )
+        is_error = code is not None and code > 0 and code != DAMAGED
+        useless = state.role.serves and not state.progressed and is_error
+        said = ""
         if useless or (not state.came_up and code not in (-signal.SIGKILL, KILLED, DAMAGED)):
             state.failed_starts += 1
-            said = f", saying: {words.rstrip('.')}" if words else ""
-        delay = self._schedule(state, attempt.progressed)
+            said = saying(words.rstrip("."))
+        state.streak = 0 if attempt.progressed else state.streak + 1
+        state.death_times.append(self.clock)
+        delay = self.restarts.delay_s(state.streak, state.death_times)
+        state.start_at = self.clock + (delay or 0.0)
         if delay is None or state.failed_starts >= MAX_FAILED_STARTS:
             death.verdict = self._surrender(state, child, reason, said)
         else:
-            death.again = (
-                f"{death.doing}{said}; it starts again {f'in {delay:g} s' if delay else 'now'} "
-                f"(log: {child.log})"
-            )
+            when = f"in {delay:g} s" if delay else "now"
+            death.again = f"{doing}{said}; it starts again {when} (log: {child.log})"
         return death
 
     def _surrender(self, state: RoleState, child: Child, reason: str, said: str) -> RunError:
@@ -384,14 +321,13 @@ class Keeper:
             f"{most} restarts within {window_s:g} s are the limit (supervisor.max_restarts, "
             "window_s)"
         )
-        if state.failed_starts >= MAX_FAILED_STARTS:
+        never_worked = state.failed_starts >= MAX_FAILED_STARTS
+        if never_worked:
             never = "has not sampled one token" if state.came_up else "never came up"
             limit = f"{never}: attempt {child.attempt} {reason}, too{said}"
         self.event("give_up", state.name, attempt=child.attempt, reason=limit)
-        if state.failed_starts >= MAX_FAILED_STARTS:
-            return failure(child, limit)
-        if not most:
-            return failure(child, f"{reason}{said}")
+        if never_worked or not most:
+            return failure(child, limit if never_worked else f"{reason}{said}")
         return RunError(
             f"{state.name} died once more: {limit}.\n{self.summary()}\n{failure(child, reason)}"
         )
@@ -427,11 +363,8 @@ class Keeper:
     def _archive_statuses(self, state: RoleState) -> None:
         """Moves its statuses out of the way, so that nobody connects to the address of a dead
         process."""
-        directory = self.run_dir.status(state.name).parent
-        for path in [
-            self.run_dir.status(state.name),
-            *(directory.glob("trainer-*.json") if state.name == "trainer" else []),
-        ]:
+        ranks = self.run_dir.status_dir.glob("trainer-*.json") if state.name == "trainer" else ()
+        for path in [self.run_dir.status(state.name), *ranks]:
             archive_status(path, self.run_dir.spans)
 
     def archive_statuses(self) -> None:
@@ -439,3 +372,7 @@ class Keeper:
         alive."""
         for state in self.states.values():
             self._archive_statuses(state)
+
+
+def saying(words: str) -> str:
+    return f", saying: {words}" if words else ""

@@ -35,55 +35,26 @@ from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
 from rl.system.errors import CANNOT_WRITE, RunError
 
-MAY_CHANGE = (
-    "name",
-    "output_dir",
-    "max_steps",
-    "wandb",
-    "tensorboard",
-    "trainer.gpus",
-    "trainer.cpus",
-    "trainer.ranks",
-    "trainer.micro_batch_tokens",
-    "trainer.dp_replicate",
-    "trainer.context_parallel",
-    "trainer.expert_parallel",
-    "trainer.activation_checkpointing",
-    "trainer.attention",
-    "trainer.compile",
-    "trainer.strict_parity",
-    "trainer.checkpoint",
-    "trainer.token_log",
-    "trainer.weights.keep_last",
-    "trainer.weights.keep_every",
-    "trainer.weights.anchor_every",
-    "trainer.weights.transport",
-    "sft.validation_interval",
-    "orchestrator.eval",
-    "orchestrator.metrics",
-    "orchestrator.batches",
-    "orchestrator.rollouts",
-    "orchestrator.environment.*.reward (content of *)",
-    "orchestrator.environment.*.workers",
-    "orchestrator.environment.*.max_generating",
-    "orchestrator.environment.*.max_scoring",
-    "orchestrator.inference_urls",
-    "orchestrator.*teacher.base_url",
-    "orchestrator.*teacher.api_key_var",
-    "orchestrator.*teacher.timeout_s",
-    "orchestrator.host",
-    "orchestrator.port",
-    "orchestrator.rollout_retries",
-    "orchestrator.show_rollout_every",
-    "orchestrator.worker_memory_gib",
-    "inference",
-    "supervisor",
-    "serve",
-    "tinker.base_url",
-    "cluster",
-    "*.function (content of *)",
-    "*_timeout_s",
-)
+MAY_CHANGE = [
+    pattern
+    for line in (
+        "name, output_dir, max_steps, wandb, tensorboard, trainer.gpus, trainer.cpus",
+        "trainer.ranks, trainer.micro_batch_tokens, trainer.dp_replicate",
+        "trainer.context_parallel, trainer.expert_parallel, trainer.activation_checkpointing",
+        "trainer.attention, trainer.compile, trainer.strict_parity, trainer.checkpoint",
+        "trainer.token_log, trainer.weights.keep_last, trainer.weights.keep_every",
+        "trainer.weights.anchor_every, trainer.weights.transport, sft.validation_interval",
+        "orchestrator.eval, orchestrator.metrics, orchestrator.batches, orchestrator.rollouts",
+        "orchestrator.environment.*.reward (content of *), orchestrator.environment.*.workers",
+        "orchestrator.environment.*.max_generating, orchestrator.environment.*.max_scoring",
+        "orchestrator.inference_urls, orchestrator.*teacher.base_url",
+        "orchestrator.*teacher.api_key_var, orchestrator.*teacher.timeout_s, orchestrator.host",
+        "orchestrator.port, orchestrator.rollout_retries, orchestrator.show_rollout_every",
+        "orchestrator.worker_memory_gib, inference, supervisor, serve, tinker.base_url, cluster",
+        "*.function (content of *), *_timeout_s",
+    )
+    for pattern in line.split(", ")
+]
 """Settings and whole sections that a resume may change: how long, where and how fast, but not
 what is learned. Another machine, other timeouts or more steps continue the same experiment;
 another model, data or loss would be a new one."""
@@ -113,87 +84,88 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
     resume: None without --resume; -1: newest step; else the step. Raises RunError or OSError.
     """
     run_dir = config.run_dir
+    root = run_dir.root
     if clean and resume is not None:
         raise RunError("--clean deletes the run and --resume continues it: give only one of them")
-    exists = is_run_or_free(run_dir.root)
+    exists = is_run_or_free(root)
     if resume is not None and not exists:
-        raise RunError(no_run(run_dir.root))
-    make_root(run_dir.root)
-    lease = hold_role(run_dir.lock("rl"))
+        runs = runs_in(root.parent, root.name)
+        others = f"; in {root.parent} there are {runs}" if runs else ""
+        raise RunError(
+            f"--resume: there is no run in {root}{others}. Leave it out to start one, or give "
+            "another run: rl @ RUN/config.toml --resume"
+        )
+    make_root(root)
+    lease, is_done = hold_role(run_dir.lock("rl")), False
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(lease.close)
         wait_for_survivors(run_dir, all_servers=clean)
         clean_leftovers(*{*run_dir.folders} - {run_dir.status_dir}, ours="")
         # not all: further servers on other hosts may be writing there
         clean_leftovers(run_dir.status_dir, ours="" if clean else None)
-        notes, made, is_done = [], run_dir.anything_made(), False
-        if (
-            exists
-            and resume is not None
-            and (made or resume > 0 or not refusals(as_written(run_dir.root), config))
-        ):
-            same = not changed_keys(as_written(run_dir.root), config)
-            notes += continue_run(config, run_dir, resume)
+        made = run_dir.anything_made()
+        continues = resume is not None and (
+            made or resume > 0 or not refusals(as_written(root), config)
+        )
+        if continues:
+            same = not changed_keys(as_written(root), config)
+            notes = continue_run(config, run_dir, resume)
             is_done = same and resume < 0 and has_ended(config, run_dir)
         else:
-            if clean:
-                origin = read_origin(run_dir)
-                clean_run(run_dir, lease, run_dir.cleaned if made else None)
-                base = f", a {origin}: the new run begins at the base model" if origin else ""
-                until = (
-                    " as soon as this one has finished a group or a step; until then it is "
-                    f"in {run_dir.cleaned}"
-                    if made
-                    else ""
-                )
-                notes += (
-                    [f"{'deletes' if made else 'deleted'} the run in {run_dir.root}{until}{base}"]
-                    if exists
-                    else []
-                )
-            elif made:
-                raise RunError(f"{run_dir.root} exists: {REMEDY}")
-            elif exists:
-                notes += use_again(run_dir)
+            notes = begin_run(run_dir, lease, clean) if exists or clean else []
             if versions := numbered(run_dir.weights_dir):
-                theirs = f"versions {min(versions)} to {max(versions)} of another run"
-                raise RunError(f"{run_dir.weights_dir} holds {theirs}; delete them with --clean")
+                raise RunError(
+                    f"{run_dir.weights_dir} holds versions {min(versions)} to {max(versions)} of "
+                    "another run; delete them with --clean"
+                )
         write_config(run_dir.config, config)
         write_file(run_dir.named_files, json.dumps(contents(config)).encode())
         run_dir.stop_request.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)
-        for path in {*run_dir.status_dir.glob("*.json")} - {*server_files(run_dir.status_dir)} | {
-            run_dir.status("inference")
-        }:
+        kept = {*server_files(run_dir.status_dir)} - {run_dir.status("inference")}
+        for path in {*run_dir.status_dir.glob("*.json")} - kept:
             archive_status(path, run_dir.spans)
         on_failure.pop_all()
     return Prepared(run_dir, notes, lease, is_done)
+
+
+def begin_run(run_dir: RunDir, lease: Lease, clean: bool) -> list[str]:
+    """Empties the directory of an earlier run: with --clean, or if it has made nothing, as after a
+    failed start; then logs and events stay. Returns notes for the console. Raises RunError."""
+    root, made, exists = run_dir.root, run_dir.anything_made(), is_run(run_dir.root)
+    if clean:
+        origin = read_origin(run_dir)
+        clean_run(run_dir, lease, run_dir.cleaned if made else None)
+        base = f", a {origin}: the new run begins at the base model" if origin else ""
+        until = (
+            " as soon as this one has finished a group or a step; until then it is in "
+            f"{run_dir.cleaned}"
+        )
+        text = f"deletes the run in {root}{until}" if made else f"deleted the run in {root}"
+        return [text + base] if exists else []
+    if made:
+        raise RunError(f"{root} exists: {REMEDY}")
+    for name in ("batches", "rollouts_dir", "digests_dir", "tokens_dir", "spans", "evals", "data"):
+        shutil.rmtree(getattr(run_dir, name), ignore_errors=True)
+    for path in (run_dir.environments, sources_dir(run_dir.metrics)):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
+        path.unlink(missing_ok=True)
+    return [f"reusing {root}: the run in it had made nothing yet"]
 
 
 def has_ended(config: RLConfig, run_dir: RunDir) -> bool:
     """Returns whether an RL run is complete: it has ended well, its last step is evaluated, and
     the files of that step exist."""
     end, last = read_json(run_dir.run_end, RunEnd), config.max_steps
-    evaluated = not config.orchestrator.eval or last in numbered(run_dir.evals)
-    saved = last in numbers(run_dir.checkpoints) and last in numbered(run_dir.weights_dir)
-    return (
-        config.sft is None
-        and end is not None
+    return bool(
+        config.kind.has_rollouts
+        and end
         and end.kind == "done"
         and run_dir.newest_batch() == last
-        and saved
-        and evaluated
-    )
-
-
-def no_run(root: Path) -> str:
-    """Returns the message for a --resume without a run."""
-    there = (
-        f"; in {root.parent} there are {runs}" if (runs := runs_in(root.parent, root.name)) else ""
-    )
-    return (
-        f"--resume: there is no run in {root}{there}. Leave it out to start one, or give another "
-        "run: rl @ RUN/config.toml --resume"
+        and last in numbers(run_dir.checkpoints)
+        and last in numbered(run_dir.weights_dir)
+        and (not config.orchestrator.eval or last in numbered(run_dir.evals))
     )
 
 
@@ -202,27 +174,6 @@ def runs_in(folder: Path, name: str) -> str:
     first ones. Empty if there is none."""
     runs = sorted(path.parent.name for path in folder.glob("*/config.toml"))
     return ", ".join(get_close_matches(name, runs, n=1) or runs[:MAX_LISTED])
-
-
-def use_again(run_dir: RunDir) -> list[str]:
-    """Empties the directory of a run that made nothing, as after a failed start, for possibly other
-    settings. Keeps logs and events.
-
-    Returns notes for the console.
-    """
-    made = (
-        run_dir.batches,
-        run_dir.rollouts_dir,
-        run_dir.digests_dir,
-        run_dir.tokens_dir,
-        run_dir.spans,
-    )
-    made += (run_dir.evals, run_dir.data, run_dir.environments)
-    for path in (*made, sources_dir(run_dir.metrics)):
-        shutil.rmtree(path, ignore_errors=True)
-    for path in (run_dir.metrics, run_dir.changes, run_dir.wandb, run_dir.curves, run_dir.run_end):
-        path.unlink(missing_ok=True)
-    return [f"reusing {run_dir.root}: the run in it had made nothing yet"]
 
 
 def is_run_or_free(root: Path) -> bool:
@@ -234,17 +185,13 @@ def is_run_or_free(root: Path) -> bool:
     """
     if is_run(root):
         return True
+    names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     # machines of a cluster log before anything is prepared
-    ours = ("status", "logs") if (root / "status").is_dir() else ("status",)
-    if (
-        mine := sorted(
-            path.name for path in root.iterdir() if path.name not in ours and path.name[0] != "."
-        )
-        if root.is_dir()
-        else []
-    ):
+    ours = {"status", "logs"} if "status" in names else {"status"}
+    if foreign := [name for name in names if name not in ours and name[0] != "."]:
         raise RunError(
-            f"{root} is not a run directory, and has {', '.join(mine[:3])}; choose another --name"
+            f"{root} is not a run directory, and has {', '.join(foreign[:3])}; choose another "
+            "--name"
         )
     return False
 
@@ -290,15 +237,11 @@ def clean_run(run_dir: RunDir, lease: Lease, away: Path | None) -> None:
         delete_weights(run_dir.weights_dir)
     if away and away.exists():
         shutil.rmtree(away)
-    kept = (run_dir.config, run_dir.status_dir, run_dir.lock("rl"), lease.path, run_dir.cleaned)
-    for path in [
-        *({*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()} - {*kept}),
-        *filter(Path.exists, [run_dir.config]),
-    ]:
+    kept = {run_dir.config, run_dir.status_dir, run_dir.lock("rl"), lease.path, run_dir.cleaned}
+    paths = {*run_dir.root.iterdir(), *run_dir.status_dir.iterdir()} - kept
+    for path in [*paths, *filter(Path.exists, [run_dir.config])]:
         if away:
-            target = away / path.relative_to(run_dir.root)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(target)
+            move(path, away / path.relative_to(run_dir.root))
         elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -321,35 +264,30 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
 
     Returns notes for the console. Raises RunError.
     """
-    stored = as_written(run_dir.root)
+    root, stored, logged = run_dir.root, as_written(run_dir.root), config.kind.has_rollouts
     if refused := refusals(stored, config):
-        many = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
+        differ = f"{len(refused)} settings differ" if len(refused) > 1 else "1 setting differs"
         branch = (
-            f"continue with them in a new run: rl branch {run_dir.root} --name NEW and the same "
-            "settings; "
-        )
-        remedies = (
-            f"  {'' if stored.sft else branch}start one with a new --name;",
-            "  or delete this one with --clean. docs/settings.md ends with what a resume may "
-            "change",
+            f"continue with them in a new run: rl branch {root} --name NEW and the same settings; "
         )
         raise RunError(
             "\n".join(
                 [
-                    f"{run_dir.root} was made with another configuration, {many}:",
+                    f"{root} was made with another configuration, {differ}:",
                     *refused,
-                    *remedies,
+                    f"  {branch * stored.kind.has_rollouts}start one with a new --name;",
+                    "  or delete this one with --clean. docs/settings.md ends with what a resume "
+                    "may change",
                 ]
             )
         )
     newest = max([run_dir.newest_batch(), *numbers(run_dir.checkpoints)])
-    if (reached := newest if step < 0 else min(newest, step)) > config.max_steps and not (
-        config.sft and config.sft.epochs
-    ):
+    reached = newest if step < 0 else min(newest, step)
+    if reached > config.max_steps and not (config.sft and config.sft.epochs):
         back = f", or go back with --resume {config.max_steps}" if step < 0 else ""
         raise RunError(
-            f"max_steps = {config.max_steps}: {run_dir.root} already has {reached} steps; "
-            f"give at least that{back}"
+            f"max_steps = {config.max_steps}: {root} already has {reached} steps; give at least "
+            f"that{back}"
         )
     rates = new_rate(stored, config, reached)
     if rates and step < 0:
@@ -357,50 +295,46 @@ def continue_run(config: RLConfig, run_dir: RunDir, step: int) -> list[str]:
             f"max_steps: {stored.max_steps} -> {config.max_steps}: {rates}. To accept that, "
             f"name the step: --resume {newest}"
         )
+    notes = [rates] * bool(rates)
     bring_weights(stored, config)
     if copied_from(stored.run_dir, run_dir):
         run_dir.wandb.unlink(missing_ok=True)  # the W&B run is the original's
-    changes, notes = changed_keys(stored, config) + edits(run_dir, config), [rates] * bool(rates)
+    changes = changed_keys(stored, config) + edits(run_dir, config)
     if step >= 0:
-        notes += cut_to(run_dir, step, logged=config.sft is None)
-    notes += [
-        f"repaired: {remark}"
-        for remark in repair(run_dir, thorough=False, logged=config.sft is None)
-    ]
-    if config.sft is None:
+        notes += cut_to(run_dir, step, logged=logged)
+    notes += [f"repaired: {remark}" for remark in repair(run_dir, thorough=False, logged=logged)]
+    if logged:
         # left by a kill in the middle of a cut or a repair
         cut_metrics(run_dir.metrics, run_dir.newest_batch())
     newest = max(numbers(run_dir.checkpoints), default=0)
     if changes:
         notes += [f"changed: {key}: {old!r} -> {new!r}" for key, old, new in changes]
         record = {"time": round(time.time(), 3), "step": newest}
-        # JSON has no inf
-        both = (
-            [str(value) if argument_fault(value) else value for value in (old, new)]
-            for _, old, new in changes
-        )
         lines = [
-            record | {"key": change[0], "old": old, "new": new}
-            for change, (old, new) in zip(changes, both, strict=True)
+            record | {"key": key, "old": in_json(old), "new": in_json(new)}
+            for key, old, new in changes
         ]
-        append_file(
-            run_dir.changes,
-            "".join(json.dumps(line, default=str) + "\n" for line in lines).encode(),
-        )
-    batch = "" if config.sft else f", newest batch {run_dir.newest_batch() or 'none'}"
-    return [f"resuming {run_dir.root}: checkpoint {newest or 'none'}{batch}", *notes]
+        text = "".join(json.dumps(line, default=str) + "\n" for line in lines)
+        append_file(run_dir.changes, text.encode())
+    batch = f", newest batch {run_dir.newest_batch() or 'none'}" if logged else ""
+    return [f"resuming {root}: checkpoint {newest or 'none'}{batch}", *notes]
 
 
 def new_rate(stored: RLConfig, config: RLConfig, step: int) -> str:
     """Returns the learning rates of a step by the stored and by the new settings; empty if they
     are equal, so that the rate goes on."""
-    old, new = (one.trainer.optim.lr_at(max(step, 1), one.max_steps) for one in (stored, config))
+    old, new = (run.trainer.optim.lr_at(max(step, 1), run.max_steps) for run in (stored, config))
     if old == new or (config.sft and config.sft.epochs):  # epochs end the schedule, not max_steps
         return ""
     return (
         f"learning rate of step {step}: {old:.3g} before, {new:.3g} with these settings, which "
         "go on from there"
     )
+
+
+def in_json(value: Any) -> Any:
+    """Returns a setting's value, as text if JSON has no such value, as inf."""
+    return str(value) if argument_fault(value) else value
 
 
 def bring_weights(stored: RLConfig, config: RLConfig) -> None:
@@ -450,12 +384,11 @@ def cut_to(run_dir: RunDir, step: int, *, logged: bool) -> list[str]:
     batches, checkpoints = set(numbers(run_dir.batches, ".batch")), numbers(run_dir.checkpoints)
     base = max((number for number in checkpoints if number <= step), default=0)
     needed = range(min(base + 1, step), step + 1) if step and logged else range(0)
-    missing = [number for number in needed if number not in batches]
-    if missing:
+    if missing := {*needed} - batches:
         raise RunError(
             f"--resume {step}: needs batches {needed[0]} to {step} of {run_dir.root}, "
-            f"{ranges(missing)} missing; "
-            f"there are batches {ranges(batches)} and checkpoints {ranges(checkpoints)}"
+            f"{ranges(missing)} missing; there are batches {ranges(batches)} and checkpoints "
+            f"{ranges(checkpoints)}"
         )
     away = run_dir.discard_after(step)
     if away and run_dir.wandb.exists():
@@ -480,50 +413,45 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
     """Returns the settings that differ although a resume may not change them, one per line."""
-    changed = changed_keys(stored, config) + edits(config.run_dir, config)
-    differ = (
-        (key, old, new) for key, old, new in changed if not may_change(key) and not moved(old, new)
-    )
-    return [f"  {key}: {old!r} -> {new!r}" for key, old, new in differ]
+    return [
+        f"  {key}: {old!r} -> {new!r}"
+        for key, old, new in changed_keys(stored, config) + edits(config.run_dir, config)
+        if not may_change(key) and not moved(old, new)
+    ]
 
 
 def edits(run_dir: RunDir, config: RLConfig) -> list[tuple[str, Any, Any]]:
     """Returns the changes of `contents` since the last start, as `changed_keys` does those of
     settings."""
     before = read_json(run_dir.named_files, dict[str, str]) or {}
-    return [
-        (key, before[key], now)
-        for key, now in contents(config).items()
-        if before.get(key, now) != now
-    ]
+    now = contents(config)
+    return [(key, before[key], now[key]) for key in now if before.get(key, now[key]) != now[key]]
 
 
 def contents(config: RLConfig) -> dict[str, str]:
     """Returns a digest of each file, and of the weights in each model's folder, that a setting
     names."""
-    found = {}
+    digests = {}
     for key, value in leaves(without_none(config)).items():
         path = Path(str(value).rsplit(":", 1)[0])  # FILE.py:function
         is_model = os.path.isfile(path / "config.json")
         if is_model or (os.path.isfile(path) and not key.endswith(".python")):
-            found[f"{key} (content of {path.name})"] = (
-                weights_digest if is_model else digest_of_file
-            )(path)[:12]
-    return found
+            digest = weights_digest(path) if is_model else digest_of_file(path)
+            digests[f"{key} (content of {path.name})"] = digest[:12]
+    return digests
 
 
 def moved(old: Any, new: Any) -> bool:
     """Returns whether two values are absolute paths of the same name, with or without
     `:function`, of which only the new one exists."""
-    if not (
-        isinstance(old, str)
-        and isinstance(new, str)
-        and old.startswith("/")
-        and new.startswith("/")
-    ):
-        return False
-    before, after = Path(old.partition(":")[0]), Path(new.partition(":")[0])
-    return Path(old).name == Path(new).name and after.exists() and not before.exists()
+    before, after = (Path(str(value).partition(":")[0]) for value in (old, new))
+    return (
+        before.is_absolute()
+        and after.is_absolute()
+        and Path(str(old)).name == Path(str(new)).name
+        and after.exists()
+        and not before.exists()
+    )
 
 
 def may_change(key: str) -> bool:

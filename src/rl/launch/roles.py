@@ -20,7 +20,7 @@ class Role:
     """Variables beside those that every child inherits, see launch/children.py."""
     cores: list[int] | None = None
     leaves_copy: bool = False
-    """Whether it leaves a copy for a warm start of its next attempt, see system/preforked.py."""
+    """Whether it leaves a copy for a warm start of its next attempt, see system/prefork.py."""
     after_server: bool = False
     """Whether its first attempt waits until inference is up, or has had
     inference.startup_timeout_s for it."""

@@ -52,7 +52,7 @@ class Supervisor:
         """The counters, `num_lines` among them, when anything last moved: a change shows that
         the run goes on."""
         self.diagnosis: Thread | None = None
-        self.found: SimpleQueue[Diagnosis] = SimpleQueue()
+        self.diagnoses: SimpleQueue[Diagnosis] = SimpleQueue()
         """Diagnoses of stalls that were not reported yet."""
         self.event("start", "rl", pid=os.getpid())
 
@@ -100,18 +100,13 @@ class Supervisor:
         cannot be the cause."""
         if not (path := self.quarantine.note_death(death)):
             return
-        step, often, settings = (
-            self.quarantine.step,
-            self.settings.quarantine_after,
-            "supervisor.quarantine_after",
-        )
-        self.event(
-            "quarantine", "trainer", step=step, file=str(path), reason=death.reason, deaths=often
-        )
+        step, deaths = self.quarantine.step, self.settings.quarantine_after
+        fields = {"step": step, "file": str(path), "reason": death.reason, "deaths": deaths}
+        self.event("quarantine", "trainer", **fields)
         self.say(
-            f"warning: the trainer died {often} times in a row ({settings}) in step {step}: "
-            f"its batch {self.run_dir.batch(step)} is "
-            f"quarantined, and version {step} will equal version {step - 1}; see {path}"
+            f"warning: the trainer died {deaths} times in a row (supervisor.quarantine_after) in "
+            f"step {step}: its batch {self.run_dir.batch(step)} is quarantined, and version "
+            f"{step} will equal version {step - 1}; see {path}"
         )
         if len(self.quarantine.in_a_row) >= MAX_QUARANTINED:
             steps = ", ".join(map(str, self.quarantine.in_a_row))
@@ -125,15 +120,16 @@ class Supervisor:
     def _no_poison(self, death: Death) -> RunError:
         """Returns the error of a run whose trainer dies of the same error with different
         batches."""
-        first, last = self.quarantine.in_a_row[0], self.quarantine.in_a_row[-1]
+        before, last = self.quarantine.in_a_row[0] - 1, self.quarantine.in_a_row[-1]
         reason = (
             f"the same error in step {death.training_step} as in step {last}, whose batch was "
             "quarantined: no batch is the cause"
         )
         self.event("give_up", "trainer", attempt=death.child.attempt, reason=reason)
-        remedy = f"fix the cause, then continue before the skipped batch: --resume {first - 1}"
         return RunError(
-            f"{reason}; {remedy}\n{failure(death.child, death.reason)}", resume_at=first - 1
+            f"{reason}; fix the cause, then continue before the skipped batch: --resume {before}\n"
+            f"{failure(death.child, death.reason)}",
+            resume_at=before,
         )
 
     def _repair(self, death: Death) -> None:
@@ -145,7 +141,7 @@ class Supervisor:
         for name in ("orchestrator", "trainer"):
             self.keeper.end(name)
             self.keeper.wake(name)
-        lines = repair(self.run_dir, logged=self.config.sft is None)
+        lines = repair(self.run_dir, logged=self.config.kind.has_rollouts)
         self.event("repair", "rl", lines=lines)
         for line in lines or ["repair found nothing damaged"]:
             self.say(f"  {line}")
@@ -175,14 +171,14 @@ class Supervisor:
             elif not (self.diagnosis and self.diagnosis.is_alive()):
                 self.diagnosis = Thread(target=self._diagnose, name="diagnosis", daemon=True)
                 self.diagnosis.start()
-        while not self.found.empty():
-            found = self.found.get()
-            self.event("stall", "rl", reason=found.bottleneck, seconds=stall_s)
+        while not self.diagnoses.empty():
+            diagnosis = self.diagnoses.get()
+            self.event("stall", "rl", reason=diagnosis.bottleneck, seconds=stall_s)
             text = (
                 f"warning: no token, rollout, batch or step for {stall_s:g} s "
-                f"(supervisor.stall_s): {found.bottleneck}"
+                f"(supervisor.stall_s): {diagnosis.bottleneck}"
             )
-            self.say("\n".join([text, *(f"  {line}" for line in found.all_lines)]))
+            self.say("\n  ".join([text, *diagnosis.all_lines]))
 
     def _tell_preparing(self, attempt: Attempt) -> None:
         """Says what a process that prepares the run does. It has no deadline: a download may
@@ -193,18 +189,17 @@ class Supervisor:
             if name == "model"
             else f"the data are being prepared ({describe(attempt.status)})"
         )
-        last = next(iter(last_lines(log, 1)), "nothing logged yet")
+        last = [*last_lines(log, 1), "nothing logged yet"][0]
         text = f"{what}, for {self.keeper.clock - attempt.began:.0f} s so far: {last}"
         self.event("stall", name, reason=text, seconds=self.settings.stall_s)
-        hint = (
-            "if nothing changes, a file system may hang, or another process hold a lock on the "
-            "files"
+        self.say(
+            f"warning: {text} (log: {log}); if nothing changes, a file system may hang, or "
+            "another process hold a lock on the files"
         )
-        self.say(f"warning: {text} (log: {log}); {hint}")
 
     def _diagnose(self) -> None:
         """Finds out what everything waits for. Runs in a thread: it reads all metrics, and may
         watch heartbeats of other hosts for 10 s."""
         from rl.diagnosis.waits import diagnose
 
-        self.found.put(diagnose(self.run_dir, self.config))
+        self.diagnoses.put(diagnose(self.run_dir, self.config))

@@ -4,7 +4,7 @@ and would have had to sample."""
 from collections.abc import Iterable, Iterator
 
 from rl.models.chat import THINK, THINK_END, Message, Tool, arguments_object, arguments_text, wire
-from rl.models.template import Renderer
+from rl.models.renderer import Renderer
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys under which data sets store an assistant's reasoning."""

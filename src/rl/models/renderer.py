@@ -14,12 +14,19 @@ from rl.models.chat import (
     Answer,
     Message,
     RendererError,
-    Tool,
     checked_call,
     read_calls,
     wire,
 )
-from rl.models.template import IM_END, IM_START, ChatMLRenderer, Renderer, TemplateRenderer
+from rl.models.template import (
+    IM_END,
+    IM_START,
+    BaseRenderer,
+    ChatMLRenderer,
+    Ids,
+    TemplateRenderer,
+    Tools,
+)
 from rl.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -30,8 +37,9 @@ PACKAGE_ERRORS = (AssertionError, AttributeError, KeyError, TypeError, ValueErro
 their model."""
 
 
-class PackageRenderer(Renderer):
-    """A renderer of the `renderers` package, which has one for each model family."""
+class PackageRenderer(BaseRenderer):
+    """A renderer of the `renderers` package, which has one for each model family. Its methods are
+    those of TemplateRenderer."""
 
     def __init__(self, tokenizer: Any, config: RendererConfig, name: str):
         from renderers.base import create_renderer
@@ -39,87 +47,62 @@ class PackageRenderer(Renderer):
 
         super().__init__(tokenizer)
         self.name = name
+        settings: dict[str, Any] = {}
+        if config.thinking_retention != "template":
+            settings["thinking_retention"] = config.thinking_retention
         try:
             kind = type(config_from_name(name))
-            retention = (
-                {}
-                if config.thinking_retention == "template"
-                else {"thinking_retention": config.thinking_retention}
-            )
-            switch = (
-                {}
-                if config.enable_thinking is None
-                else {"enable_thinking": config.enable_thinking}
-            )
-            self.inner = create_renderer(
-                tokenizer,
-                kind(
-                    **retention, **{key: switch[key] for key in switch if key in kind.model_fields}
-                ),
-            )
+            if config.enable_thinking is not None and "enable_thinking" in kind.model_fields:
+                settings["enable_thinking"] = config.enable_thinking
+            self.inner = create_renderer(tokenizer, kind(**settings))
         except PACKAGE_ERRORS as error:
             raise RendererError(
                 f'renderer.name = "{name}" does not fit this model: {error}; use "auto" or '
                 "another name"
             ) from error
         self.stop_token_ids = list(self.inner.get_stop_token_ids())
-        with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
-        self.header = with_header[len(without) :]
+        self.header = self.render(probes.ASK)[len(self.render(probes.ASK, header=False)) :]
 
-    def render(
-        self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True
-    ) -> list[int]:
+    def render(self, messages: list[Message], tools: Tools = None, header: bool = True) -> Ids:
         try:
-            return list(
-                self.inner.render_ids(
-                    wire(messages), tools=tools or None, add_generation_prompt=header
-                )
+            ids = self.inner.render_ids(
+                wire(messages), tools=tools or None, add_generation_prompt=header
             )
         except PACKAGE_ERRORS as error:
             raise RendererError(
                 f'renderer "{self.name}" cannot render these messages: {error}; change them, '
                 "or renderer.name"
             ) from error
+        return list(ids)
 
-    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+    def prompt_ids(self, messages: list[Message], tools: Tools = None) -> Ids:
         return self.render(messages, tools)
 
     def next_prompt_ids(
-        self,
-        before: list[int],
-        messages: list[Message],
-        num_old: int,
-        tools: list[Tool] | None = None,
-    ) -> list[int] | None:
+        self, before: Ids, messages: list[Message], num_old: int, tools: Tools = None
+    ) -> Ids | None:
         size = len(self.header)
-        starts = (
-            at for at in range(len(before), size - 1, -1) if before[at - size : at] == self.header
-        )
-        answer_at = next(starts, None)
-        if answer_at is None:
-            return None
-        bridge = self.inner.bridge_to_next_turn(
-            before[:answer_at], before[answer_at:], wire(messages[num_old:]), tools=tools or None
-        )
-        return (
-            list(bridge.token_ids) if bridge and bridge.token_ids[: len(before)] == before else None
-        )
+        for at in range(len(before), size - 1, -1):
+            if before[at - size : at] == self.header:
+                bridge = self.inner.bridge_to_next_turn(
+                    before[:at], before[at:], wire(messages[num_old:]), tools=tools or None
+                )
+                if bridge and bridge.token_ids[: len(before)] == before:
+                    return list(bridge.token_ids)
+                return None
+        return None
 
-    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        prompt, whole = (
-            self.render(messages[:-1], tools),
-            self.render(messages, tools, header=False),
-        )
-        if whole[: len(prompt)] != prompt:
-            remedy = 'see renderer.enable_thinking, or set renderer.name = "template"'
+    def answer_ids(self, messages: list[Message], tools: Tools = None) -> Ids:
+        prompt, ids = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
+        if ids[: len(prompt)] != prompt:
             raise RendererError(
-                f'renderer "{self.name}" does not write an answer directly after its prompt; '
-                f"{remedy}"
+                f'renderer "{self.name}" does not write an answer directly after its prompt; see '
+                'renderer.enable_thinking, or set renderer.name = "template"'
             )
-        answer = whole[len(prompt) :]
-        last = max((at for at, id in enumerate(answer) if id in self.stop_token_ids), default=None)
-        if last is not None:
-            return answer[: last + 1]
+        answer = ids[len(prompt) :]
+        stops = [at for at, id in enumerate(answer) if id in self.stop_token_ids]
+        if stops:
+            return answer[: stops[-1] + 1]
         # GLM writes nothing after an answer: it ends with the role of whoever speaks next.
         role = self.tokenizer.convert_tokens_to_ids(
             "<|observation|>" if messages[-1].get("tool_calls") else "<|user|>"
@@ -127,10 +110,7 @@ class PackageRenderer(Renderer):
         return [*answer, role if role in self.stop_token_ids else self.stop_token_ids[0]]
 
     def parse(
-        self,
-        completion_ids: list[int],
-        tools: list[Tool] | None = None,
-        prompt_ids: list[int] | None = None,
+        self, completion_ids: Ids, tools: Tools = None, prompt_ids: Ids | None = None
     ) -> Answer:
         answer = self.until_stop(completion_ids)
         try:
@@ -143,25 +123,22 @@ class PackageRenderer(Renderer):
         calls, bad = [], []
         for call in parsed.tool_calls:
             written = self.text(answer[slice(*call.token_span)]) if call.token_span else call.raw
-            good = (
-                checked_call(call.name, call.arguments)
-                if call.status in ("ok", "unknown_tool") and tools
-                else None
-            )
+            good = None
+            if call.status in ("ok", "unknown_tool") and tools:
+                good = checked_call(call.name, call.arguments)
             # of a key twice, or another than `arguments`, the package says nothing
-            if JSON_CALL.match(written):
-                good = next(iter(read_calls(written)[1]), None) if good else None
+            if good and JSON_CALL.match(written):
+                good = next(iter(read_calls(written)[1]), None)
             if good:
                 calls.append(good)
             else:
                 bad.append(written)
-        content = "\n".join(text for text in (parsed.content, *bad) if text)
-        return Answer(
-            content,
-            parsed.reasoning_content,
-            self.with_ids(calls, completion_ids, prompt_ids),
-            bad if tools else [],
-        )
+        content = "\n".join(filter(None, (parsed.content, *bad)))
+        calls = self.with_ids(calls, completion_ids, prompt_ids)
+        return Answer(content, parsed.reasoning_content, calls, bad if tools else [])
+
+
+Renderer = TemplateRenderer | PackageRenderer
 
 
 CANDIDATES = {
@@ -186,9 +163,9 @@ def load_renderer(
     Raises RendererError, and RunError if the tokenizer cannot be loaded.
     """
     tokenizer = load_tokenizer(model_path, trust_remote_code=trust_remote_code)
-    name, why = (
-        (config.name, "configured") if config.name != "auto" else choose(tokenizer, model_path)
-    )
+    name, why = config.name, "configured"
+    if name == "auto":
+        name, why = choose(tokenizer, model_path)
     renderer = build(tokenizer, config, name)
     log.info(
         "renderer %s: %s; tools %s",

@@ -37,12 +37,16 @@ PLACEHOLDER = "RL-PLACEHOLDER"
 """Stands for an answer, to find the text that a template puts after it."""
 
 
-class Renderer:
-    """Turns chat messages into the token ids of one model, and sampled ids back into messages,
-    exactly, across turns and tools."""
+Ids = list[int]
+Tools = list[Tool] | None
+
+
+class BaseRenderer:
+    """What all renderers have. They turn chat messages into the token ids of one model, and sampled
+    ids back into messages, exactly, across turns and tools."""
 
     supports_tools = True
-    stop_token_ids: list[int]
+    stop_token_ids: Ids
     fault = ""
     """Why the model hardly knows where its answers begin or end; empty if nothing seems wrong."""
 
@@ -58,70 +62,29 @@ class Renderer:
         """The special tokens that the template writes. Others may be a user's own tags, which
         are text of an answer."""
 
-    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        """The ids of a conversation up to the start of the assistant's answer. Raises
-        RendererError."""
-        raise NotImplementedError
-
-    def next_prompt_ids(
-        self,
-        before: list[int],
-        messages: list[Message],
-        num_old: int,
-        tools: list[Tool] | None = None,
-    ) -> list[int] | None:
-        """The ids of a conversation whose first `num_old` messages are already in `before`: the
-        last prompt and the sampled answer.
-
-        The result starts with `before`, id for id; an answer that was cut off is closed. None if
-        the template rewrites earlier messages: then the caller renders the whole conversation
-        again. Raises RendererError.
-        """
-        raise NotImplementedError
-
-    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
-        """The ids that the policy would sample after all earlier messages to produce the last
-        one, the assistant's, including the token that ends it. Text that the template leaves out
-        is not included. Raises RendererError."""
-        raise NotImplementedError
-
-    def parse(
-        self,
-        completion_ids: list[int],
-        tools: list[Tool] | None = None,
-        prompt_ids: list[int] | None = None,
-    ) -> Answer:
-        """Parses the answer in sampled ids, up to the first stop token. Without `tools` nothing is
-        parsed as a call.
-
-        `prompt_ids` shows whether the prompt opened the thinking, and makes the ids of calls unique
-        within a conversation.
-        """
-        raise NotImplementedError
-
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Ids:
         """The ids of text. Raises RendererError if it has half of a character."""
         return self.tokenizer.encode(whole(text), add_special_tokens=False)
 
-    def text_ids(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> Ids:
         """The ids of a prompt that is plain text; see tokenizer.text_ids."""
         return text_ids(self.tokenizer, whole(text))
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """The text of sampled ids before the first stop token."""
         return self.text([id for id in self.until_stop(ids) if id not in self.structure])
 
-    def text(self, ids: list[int]) -> str:
+    def text(self, ids: Ids) -> str:
         """The text of ids, special tokens included."""
         return self.tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
-    def until_stop(self, ids: list[int]) -> list[int]:
+    def until_stop(self, ids: Ids) -> Ids:
         """Sampled ids before the first stop token."""
         return ids[: next((at for at, id in enumerate(ids) if id in self.stop_token_ids), len(ids))]
 
-    def check_tools(self, tools: list[Tool] | None) -> None:
+    def check_tools(self, tools: Tools) -> None:
         if tools and not self.supports_tools:
             raise RendererError(
                 "the model's chat template does not show tools to the model, or not in a "
@@ -131,18 +94,12 @@ class Renderer:
             )
 
     def with_ids(
-        self, calls: list[tuple[str, str]], completion_ids: list[int], prompt_ids: list[int] | None
+        self, calls: list[tuple[str, str]], completion_ids: Ids, prompt_ids: Ids | None
     ) -> list[ToolCall]:
         """Turns pairs (name, arguments) into calls with ids that depend only on the tokens."""
-        digest = (
-            hashlib.blake2b(repr((prompt_ids, completion_ids)).encode(), digest_size=8).hexdigest()
-            if calls
-            else ""
-        )
-        return [
-            ToolCall(f"call_{digest}_{at}", name, arguments)
-            for at, (name, arguments) in enumerate(calls)
-        ]
+        tokens = repr((prompt_ids, completion_ids)).encode()
+        digest = hashlib.blake2b(tokens, digest_size=8).hexdigest()
+        return [ToolCall(f"call_{digest}_{at}", *call) for at, call in enumerate(calls)]
 
 
 def whole(text: str) -> str:
@@ -154,7 +111,7 @@ def whole(text: str) -> str:
     return text
 
 
-class TemplateRenderer(Renderer):
+class TemplateRenderer(BaseRenderer):
     """Renders with the model's own chat template; a later turn is text appended after the
     previous turn's end-of-turn token."""
 
@@ -166,41 +123,28 @@ class TemplateRenderer(Renderer):
         )
         self.thinks = THINK_END in str(tokenizer.chat_template)
         self.dict_arguments = False
-        with_header, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
-        self.header = with_header.removeprefix(without) if with_header.startswith(without) else ""
-        self.ignores_header = with_header == without
-        self.closing = self.render(
-            [*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False
-        ).rpartition(PLACEHOLDER)[2]
+        prompt, without = self.render(probes.ASK), self.render(probes.ASK, header=False)
+        self.header = prompt.removeprefix(without) if prompt.startswith(without) else ""
+        answered = [*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}]
+        opening, _, self.closing = self.render(answered, header=False).rpartition(PLACEHOLDER)
         self.end_id = next((id for id in self.encode(self.closing) if id in self.special_ids), None)
         self.end = "" if self.end_id is None else tokenizer.convert_ids_to_tokens(self.end_id)
-        ends = dict.fromkeys(
-            [self.end_id, tokenizer.eos_token_id, *named_ends(Path(tokenizer.name_or_path))]
-        )
-        self.stop_token_ids = [id for id in ends if id is not None]
+        ends = [self.end_id, tokenizer.eos_token_id, *named_ends(Path(tokenizer.name_or_path))]
+        self.stop_token_ids = [id for id in dict.fromkeys(ends) if id is not None]
         self.supports_tools = self._shows_tools()
-        self.fault = self._fault()
-
-    def _fault(self) -> str:
-        """Why a model that was trained with another template would not stop, or would begin with
-        what its template leaves out."""
+        # a model that was trained with another template would not stop, or would begin with what
+        # its template leaves out
+        opening = opening.removeprefix(without)
         if self.end_id is None:
-            return (
+            self.fault = (
                 "the chat template writes no special token after an answer: a model that was not "
                 "fine-tuned with it hardly stops"
             )
-        answered = self.render(
-            [*probes.ASK, {"role": "assistant", "content": PLACEHOLDER}], header=False
-        )
-        opening = answered.partition(PLACEHOLDER)[0].removeprefix(
-            self.render(probes.ASK, header=False)
-        )
-        if self.ignores_header and any(id in self.special_ids for id in self.encode(opening)):
-            return (
+        elif prompt == without and any(id in self.special_ids for id in self.encode(opening)):
+            self.fault = (
                 "the chat template ignores add_generation_prompt, so a prompt lacks "
                 f"{opening.strip()!r}, with which an answer begins"
             )
-        return ""
 
     def _shows_tools(self) -> bool:
         """Whether the template writes tools, results, and calls in the form that chat.read_calls
@@ -208,40 +152,29 @@ class TemplateRenderer(Renderer):
         # some templates quote a string again, others do not accept one
         for self.dict_arguments in (False, True):
             try:
-                prompt, cycle = (
-                    self.render(probes.ASK, [probes.TOOL]),
-                    self.render(probes.TOOL_CYCLE, [probes.TOOL]),
-                )
+                prompt = self.render(probes.ASK, [probes.TOOL])
+                cycle = self.render(probes.TOOL_CYCLE, [probes.TOOL])
             except RendererError:
                 continue
-            _, calls, _ = read_calls(cycle.rpartition(probes.QUESTION)[2])
-            if (
-                "probe_key" in prompt
-                and probes.RESULT in cycle
-                and calls == [("probe_tool", probes.ARGUMENTS)]
-            ):
+            calls = read_calls(cycle.rpartition(probes.QUESTION)[2])[1]
+            shown = "probe_key" in prompt and probes.RESULT in cycle
+            if shown and calls == [("probe_tool", probes.ARGUMENTS)]:
                 return True
         self.dict_arguments = False
         return False
 
-    def prepared(
-        self, messages: list[Message], tools: list[Tool] | None
-    ) -> tuple[list[Message], list[Tool] | None]:
+    def prepared(self, messages: list[Message], tools: Tools) -> tuple[list[Message], Tools]:
         """Messages and tools in the form that the template accepts."""
         if not self.dict_arguments:
             return messages, tools
-        calls = [
-            [with_arguments(call, arguments_object) for call in message.get("tool_calls", [])]
-            for message in messages
-        ]
         return [
-            {**message, "tool_calls": made} if made else message
-            for message, made in zip(messages, calls, strict=True)
+            {**message, "tool_calls": [with_arguments(call, arguments_object) for call in calls]}
+            if (calls := message.get("tool_calls"))
+            else message
+            for message in messages
         ], tools
 
-    def render(
-        self, messages: list[Message], tools: list[Tool] | None = None, header: bool = True
-    ) -> str:
+    def render(self, messages: list[Message], tools: Tools = None, header: bool = True) -> str:
         """The conversation as text; `header` adds the text that the template writes before an
         answer. Raises RendererError."""
         from jinja2 import TemplateError
@@ -262,75 +195,76 @@ class TemplateRenderer(Renderer):
                 f"the model's chat template cannot render messages of {roles}: {error}; {remedy}"
             ) from error
 
-    def prompt_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+    def prompt_ids(self, messages: list[Message], tools: Tools = None) -> Ids:
+        """The ids of a conversation up to the start of the assistant's answer. Raises
+        RendererError."""
         self.check_tools(tools)
         return self.encode(self.render(wire(messages), tools))
 
     def next_prompt_ids(
-        self,
-        before: list[int],
-        messages: list[Message],
-        num_old: int,
-        tools: list[Tool] | None = None,
-    ) -> list[int] | None:
+        self, before: Ids, messages: list[Message], num_old: int, tools: Tools = None
+    ) -> Ids | None:
+        """The ids of a conversation whose first `num_old` messages are already in `before`: the
+        last prompt and the sampled answer.
+
+        The result starts with `before`, id for id; an answer that was cut off is closed. None if
+        the template rewrites earlier messages: then the caller renders the whole conversation
+        again. Raises RendererError.
+        """
         self.check_tools(tools)
         messages = wire(messages)
         if self.end_id is None or num_old < 2 or messages[num_old - 1]["role"] != "assistant":
             return None
         behind = self._behind_answer(messages, num_old, tools)
-        has_user = any(message["role"] == "user" for message in messages[num_old:])
-        keeps = self.retention == "all" or (self.retention == "tool_cycle" and not has_user)
-        close = (
-            []
-            if before[-1] in self.stop_token_ids
-            else [*self._close_of_thinking(before), self.end_id]
-        )
-        if behind is None or (
-            not keeps and not self._is_faithful([*before, *close], messages, behind, tools)
-        ):
+        if behind is None:
             return None
+        ids = list(before)
+        if before[-1] not in self.stop_token_ids:
+            ids += [*self._close_of_thinking(before), self.end_id]
+        has_user = any(message["role"] == "user" for message in messages[num_old:])
+        if self.retention != "all" and (self.retention != "tool_cycle" or has_user):
+            # the template must keep exactly the thinking that is there
+            full = self.render(messages, tools)
+            kept = full.removesuffix(self.end + behind)
+            if kept == full or kept.count(THINK_END) != self.text(ids).count(THINK_END):
+                return None
         # Encoded together with the preceding token: some tokenizers treat the start of a text, or
         # the space after a token, differently.
-        ids = self.encode(self.end + behind)
-        return [*before, *close, *ids[ids.index(self.end_id) + 1 :]]
+        new = self.encode(self.end + behind)
+        return [*ids, *new[new.index(self.end_id) + 1 :]]
 
-    def answer_ids(self, messages: list[Message], tools: list[Tool] | None = None) -> list[int]:
+    def answer_ids(self, messages: list[Message], tools: Tools = None) -> Ids:
+        """The ids that the policy would sample after all earlier messages to produce the last
+        one, the assistant's, including the token that ends it. Text that the template leaves out
+        is not included. Raises RendererError."""
         self.check_tools(tools)
         messages = wire(messages)
-        prompt, whole = (
-            self.render(messages[:-1], tools),
-            self.render(messages, tools, header=False),
-        )
+        prompt, text = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
         thinking = ""
         # some templates leave out the thinking that they ask for
-        if self._opens_thinking(prompt) and not whole.startswith(prompt):
+        if self._opens_thinking(prompt) and not text.startswith(prompt):
             prompt = prompt.rstrip()[: -len(THINK)]
             thinking = f"{messages[-1].get('reasoning_content', '').strip()}\n{THINK_END}\n\n"
-        if not whole.startswith(prompt):
-            remedy = (
-                "see renderer.enable_thinking and renderer.name, or set model.chat_template to "
+        if not text.startswith(prompt):
+            raise RendererError(
+                "the chat template does not write an answer directly after its prompt; see "
+                "renderer.enable_thinking and renderer.name, or set model.chat_template to "
                 "another template"
             )
-            raise RendererError(
-                f"the chat template does not write an answer directly after its prompt; {remedy}"
-            )
-        answer = whole[len(prompt) :]
-        text = thinking + (
-            answer.rpartition(self.end)[0] if self.end else answer.removesuffix(self.closing)
-        )
         if not self.stop_token_ids:
             raise RendererError(
                 "neither the chat template nor the tokenizer has a token that ends an "
                 "answer; set model.chat_template"
             )
+        answer = text.removeprefix(prompt)
+        answer = answer.rpartition(self.end)[0] if self.end else answer.removesuffix(self.closing)
         # Encoded together with the header: some tokenizers treat the start of a text differently.
-        header, ids = self.encode(self.header), self.encode(self.header + text)
-        ids = ids[len(header) :] if ids[: len(header)] == header else self.encode(text)
-        return [*ids, self.stop_token_ids[0]]
+        header, ids = self.encode(self.header), self.encode(self.header + thinking + answer)
+        if ids[: len(header)] != header:
+            header, ids = [], self.encode(thinking + answer)
+        return [*ids[len(header) :], self.stop_token_ids[0]]
 
-    def _behind_answer(
-        self, messages: list[Message], num_old: int, tools: list[Tool] | None
-    ) -> str | None:
+    def _behind_answer(self, messages: list[Message], num_old: int, tools: Tools) -> str | None:
         """The text that the template writes after the end of the last old answer; None if it also
         changes the text before that answer.
 
@@ -347,18 +281,10 @@ class TemplateRenderer(Renderer):
         is_unique = text.count(PLACEHOLDER) == 1  # unless a message spells it
         return behind if is_unique and ended and prompt.startswith(head) else None
 
-    def _is_faithful(
-        self, before: list[int], messages: list[Message], behind: str, tools: list[Tool] | None
-    ) -> bool:
-        """Whether the template keeps exactly the thinking that `before` contains."""
-        full = self.render(messages, tools)
-        kept = full.removesuffix(self.end + behind)
-        return kept != full and kept.count(THINK_END) == self.text(before).count(THINK_END)
-
     def _opens_thinking(self, prompt: str) -> bool:
         return self.thinks and prompt.rstrip().endswith(THINK)
 
-    def _close_of_thinking(self, before: list[int]) -> list[int]:
+    def _close_of_thinking(self, before: Ids) -> Ids:
         """The ids that close the thinking of an answer that was cut off in it, so that later
         messages do not become part of it."""
         answer = self.text(before).rpartition(self.header)[2] if self.header and self.thinks else ""
@@ -366,20 +292,19 @@ class TemplateRenderer(Renderer):
         return self.encode(f"\n{THINK_END}\n\n") if is_open and THINK_END not in answer else []
 
     def parse(
-        self,
-        completion_ids: list[int],
-        tools: list[Tool] | None = None,
-        prompt_ids: list[int] | None = None,
+        self, completion_ids: Ids, tools: Tools = None, prompt_ids: Ids | None = None
     ) -> Answer:
+        """Parses the answer in sampled ids, up to the first stop token. Without `tools` nothing is
+        parsed as a call.
+
+        `prompt_ids` shows whether the prompt opened the thinking, and makes the ids of calls unique
+        within a conversation.
+        """
         text, thinking = self.decode(completion_ids), None
         if self.thinks:
-            thinking, text = read_thinking(
-                text,
-                self._opens_thinking(self.text(prompt_ids[-8:]) if prompt_ids else self.header),
-            )
-        if not tools:
-            return Answer(text, thinking, [], [])
-        content, calls, bad = read_calls(text)
+            prompt = self.text(prompt_ids[-8:]) if prompt_ids else self.header
+            thinking, text = read_thinking(text, self._opens_thinking(prompt))
+        content, calls, bad = read_calls(text) if tools else (text, [], [])
         return Answer(content, thinking, self.with_ids(calls, completion_ids, prompt_ids), bad)
 
 
@@ -388,16 +313,20 @@ def without_text(message: Message, end: str) -> Message:
     templates look up results by them."""
     if message["role"] != "assistant":
         return message
-    rest = {key: value for key, value in message.items() if key != "reasoning_content"} | {
-        "content": "-"
-    }
-    if calls := rest.get("tool_calls"):
-        names = [call["function"]["name"].replace(end, "") for call in calls]
-        rest["tool_calls"] = [
-            {**call, "function": {"name": name, "arguments": "{}"}}
-            for call, name in zip(calls, names, strict=True)
+    bare = {**message, "content": "-"}
+    bare.pop("reasoning_content", None)
+    if calls := bare.get("tool_calls"):
+        bare["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    "name": call["function"]["name"].replace(end, ""),
+                    "arguments": "{}",
+                },
+            }
+            for call in calls
         ]
-    return rest
+    return bare
 
 
 class ChatMLRenderer(TemplateRenderer):
@@ -410,39 +339,25 @@ class ChatMLRenderer(TemplateRenderer):
         before = self.render(probes.ASK).partition(probes.QUESTION)[0]
         self.default_system = before.partition(f"{IM_START}system\n")[2].partition(IM_END)[0]
 
-    def prepared(
-        self, messages: list[Message], tools: list[Tool] | None
-    ) -> tuple[list[Message], None]:
+    def prepared(self, messages: list[Message], tools: Tools) -> tuple[list[Message], None]:
         prepared: list[Message] = []
         for at, message in enumerate(messages):
             if message["role"] == "tool":
                 result = f"<tool_response>\n{message['content']}\n</tool_response>"
                 if at and messages[at - 1]["role"] == "tool":
-                    prepared[-1] = {
-                        "role": "user",
-                        "content": f"{prepared[-1]['content']}\n{result}",
-                    }
-                else:
-                    prepared.append({"role": "user", "content": result})
+                    result = f"{prepared.pop()['content']}\n{result}"
+                message = {"role": "user", "content": result}
             elif calls := message.get("tool_calls"):
                 texts = [message["content"], *map(call_text, calls)]
-                rest = {key: value for key, value in message.items() if key != "tool_calls"}
-                prepared.append({**rest, "content": "\n".join(text for text in texts if text)})
-            else:
-                prepared.append(message)
+                message = {**message, "content": "\n".join(filter(None, texts))}
+                del message["tool_calls"]
+            prepared.append(message)
         if tools:
-            own = (
-                prepared.pop(0)["content"]
-                if prepared and prepared[0]["role"] == "system"
-                else self.default_system
-            )
-            prepared.insert(
-                0,
-                {
-                    "role": "system",
-                    "content": "\n\n".join(text for text in (own, tools_text(tools)) if text),
-                },
-            )
+            system = self.default_system
+            if prepared and prepared[0]["role"] == "system":
+                system = prepared.pop(0)["content"]
+            content = "\n\n".join(filter(None, (system, tools_text(tools))))
+            prepared.insert(0, {"role": "system", "content": content})
         return prepared, None
 
 

@@ -57,7 +57,7 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """What fits into the columns: a line with another number is no rollout of ours."""
 
 
-class Line(msgspec.Struct, kw_only=True, dict=True):
+class RolloutLine(msgspec.Struct, kw_only=True, dict=True):
     """The fields of a line of rollouts/*.jsonl or evals/*/*.jsonl that the columns need, and all
     values of the columns as attributes. Messages are not decoded."""
 
@@ -106,7 +106,7 @@ class Line(msgspec.Struct, kw_only=True, dict=True):
         }
 
 
-DECODER = msgspec.json.Decoder(Line)
+DECODER = msgspec.json.Decoder(RolloutLine)
 
 
 class Words:
@@ -124,7 +124,7 @@ class Words:
         return self.codes[word]
 
 
-def columns_of(lines: Sequence[Line], words: Words, known: Iterable[str] = ()) -> Columns:
+def columns_of(lines: Sequence[RolloutLine], words: Words, known: Iterable[str] = ()) -> Columns:
     """Lines as columns. known: columns to have, too; new metrics follow up to MOST_METRICS."""
     columns = {}
     for name, dtype in DTYPES.items():

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from rl.records.columns import DECODER, Columns, Line, Words, columns_of, joined, some
+from rl.records.columns import DECODER, Columns, RolloutLine, Words, columns_of, joined, some
 from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.wire.batch_file import sound_rollouts
@@ -180,7 +180,7 @@ class RolloutIndex:
                 file.unlink(missing_ok=True)
 
 
-def lines_of(path: Path, file: str) -> Iterator[Line]:
+def lines_of(path: Path, file: str) -> Iterator[RolloutLine]:
     """Yields each complete line of a file. Raises FileNotFoundError, and CorruptFileError for a
     line that is not a rollout."""
     kind = "eval" if file.startswith(EVALS) else "pending" if file == PENDING else "train"

@@ -61,7 +61,7 @@ def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
     raise RunError(f"{paths[0]}: no longer exists: {why}")
 
 
-class Rollout:
+class StoredRollout:
     """One rollout. Its numbers come from the index; `row`, `messages` and `text` are read from its
     file. Every field of the index is an attribute."""
 
@@ -153,7 +153,7 @@ class Rollout:
         return f"<Rollout {self.kind} {where}, {self.env} task {self.task}, {what}>"
 
 
-class Rollouts(Sequence[Rollout]):
+class Rollouts(Sequence[StoredRollout]):
     """An ordered selection of rollouts. A slice is a selection again; files are read only when a
     rollout's text is accessed."""
 
@@ -170,13 +170,13 @@ class Rollouts(Sequence[Rollout]):
         return len(self._numbers)
 
     @overload
-    def __getitem__(self, which: int) -> Rollout: ...
+    def __getitem__(self, which: int) -> StoredRollout: ...
     @overload
     def __getitem__(self, which: slice) -> "Rollouts": ...
-    def __getitem__(self, which: int | slice) -> "Rollout | Rollouts":
+    def __getitem__(self, which: int | slice) -> "StoredRollout | Rollouts":
         if isinstance(which, slice):
             return self._some(which)
-        return Rollout(self._columns, int(self._numbers[which]), self._index)
+        return StoredRollout(self._columns, int(self._numbers[which]), self._index)
 
     def _some(self, which: slice | np.ndarray) -> "Rollouts":
         return Rollouts(self._columns, self._numbers[which], self._index)
@@ -261,7 +261,7 @@ class Rollouts(Sequence[Rollout]):
         matches = np.isin(self._values(name), [*codes.values()])
         return matches | self._values("failed") if name == "why" and ERROR in words else matches
 
-    def containing(self, text: str) -> Iterator[Rollout]:
+    def containing(self, text: str) -> Iterator[StoredRollout]:
         """Yields the rollouts whose conversation or error contains a text, ignoring case, while
         reading their files. Skips rollouts whose file is gone or damaged."""
         text = text.casefold()

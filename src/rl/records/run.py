@@ -26,7 +26,7 @@ from rl.models.folder import (
 )
 from rl.records.index import RolloutIndex, cache_file, identity_of
 from rl.records.rollouts import KINDS, Rollouts, frame, is_number
-from rl.records.spans import Recording
+from rl.records.spans import SpanRecording
 from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.checksums import REMOTE, is_delta, is_remote, readable
@@ -35,7 +35,7 @@ from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
 from rl.run_dir.metric_names import METRICS, OWN, meaning
 from rl.run_dir.numbers import Curve, Numbers
-from rl.run_dir.origin import Origin, read_origin
+from rl.run_dir.origin import BranchOrigin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import RoleStatus, RunEnd, Staleness, read_status
 from rl.run_dir.status import read_json as read_struct
@@ -364,11 +364,11 @@ class Run:
         return read_events(self.run_dir.events)
 
     @cached_property
-    def _recording(self) -> Recording:
-        return Recording(self.run_dir.spans)
+    def _recording(self) -> SpanRecording:
+        return SpanRecording(self.run_dir.spans)
 
     @property
-    def recording(self) -> Recording:
+    def recording(self) -> SpanRecording:
         """The up-to-date spans and gauges of all processes."""
         with self.reading:
             self._recording.refresh()
@@ -401,7 +401,7 @@ class Run:
         return read_struct(self.run_dir.run_end, RunEnd)
 
     @property
-    def origin(self) -> Origin | None:
+    def origin(self) -> BranchOrigin | None:
         """The run and step that a branch began from; None if it is not a branch. Raises RunError
         for a damaged file."""
         return read_origin(self.run_dir)

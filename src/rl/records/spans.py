@@ -71,7 +71,7 @@ class SpanFile:
             insort(self.begins, begin)
 
 
-class Recording:
+class SpanRecording:
     """The files of `spans/`. Each is read once: a rotated file is recognised by its inode."""
 
     def __init__(self, folder: Path):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl.records.spans import Counted, Done, Recording
+from rl.records.spans import Counted, Done, SpanRecording
 from rl.run_dir.events import Event
 from rl.run_dir.numbers import Numbers
 from rl.run_dir.status import HEARTBEAT_S, PHASE_LANE, Phase, RoleStatus
@@ -104,7 +104,7 @@ def spread(spans: Sequence[Done]) -> Iterator[tuple[Done, str]]:
 
 
 def read_timeline(
-    recording: Recording,
+    recording: SpanRecording,
     metrics: Numbers,
     events: list[Event],
     statuses: Mapping[str, RoleStatus],
@@ -146,7 +146,7 @@ def open_spans(statuses: Mapping[str, RoleStatus], newest: float) -> Iterator[Do
 
 
 def starts(
-    events: list[Event], recording: Recording, under_way: list[Done], newest: float
+    events: list[Event], recording: SpanRecording, under_way: list[Done], newest: float
 ) -> Iterator[Done]:
     """Spans of starting up (imports): from the start of a process to its first span, and for
     `rl` to the first span of any process.

@@ -40,8 +40,8 @@ def is_loopback(host: str) -> bool:
 
 def hides_keys(url: str) -> bool:
     """Returns whether data sent to a URL cannot be read on the way: https, or this machine."""
-    parts = urlsplit(url)
-    return parts.scheme == "https" or is_loopback(parts.hostname or "")
+    address = urlsplit(url)
+    return address.scheme == "https" or is_loopback(address.hostname or "")
 
 
 def token_file(status_dir: Path) -> Path:

@@ -96,11 +96,11 @@ def read_digests(path: Path) -> dict[str, Any]:
     raise CorruptFileError(f"{path}: missing or damaged")
 
 
-def first_difference(expected: Mapping[str, Digest], found: Mapping[str, Digest]) -> str | None:
+def first_difference(expected: Mapping[str, Digest], digests: Mapping[str, Digest]) -> str | None:
     """Returns the first tensor, in the order of `expected`, whose digest differs or that one
     side lacks; None if all are equal."""
-    names = [*expected, *found]
-    return next((name for name in names if expected.get(name) != found.get(name)), None)
+    names = [*expected, *digests]
+    return next((name for name in names if expected.get(name) != digests.get(name)), None)
 
 
 def is_delta(folder: Path) -> bool:

@@ -195,7 +195,7 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
     in any case, and prints that.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
-    deadline, attempt, is_told = time.monotonic() + wait_s, Attempt(lock), False
+    deadline, attempt, is_told = time.monotonic() + wait_s, LeaseAttempt(lock), False
     run, role, lease = lock.parent.parent, lock.stem, None
     try:
         while not (lease := attempt.take()):
@@ -219,7 +219,7 @@ def hold_role(lock: Path, wait_s: float = 0.0) -> Lease:
     return lease
 
 
-class Attempt:
+class LeaseAttempt:
     """An attempt to take a role that another process may hold."""
 
     def __init__(self, lock: Path):
@@ -332,7 +332,7 @@ def forget_dead_servers(status_dir: Path) -> None:
         for path in status_dir.glob("inference-*.*")
         if (match := SERVER_FILE.fullmatch(path.name))
     }
-    attempts = [Attempt(status_dir / f"{name}.lock") for name in sorted(names)]
+    attempts = [LeaseAttempt(status_dir / f"{name}.lock") for name in sorted(names)]
     while attempts:
         undecided = []
         for attempt in attempts:

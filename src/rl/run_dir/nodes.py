@@ -4,7 +4,7 @@ train together, and that the run is over.
     3.json                   NodeStatus of machine 3, written by its `rl node`
     3.lock, 3.000001.lease   its role, see rl.run_dir.lease
     3.toml                   the configuration with which machine 3 has started
-    world.json               World: the machines whose ranks train together
+    world.json               TrainerWorld: the machines whose ranks train together
     over.json                RunOver, until `rl` starts the run again
     jobs.json                what was submitted to the engine
 
@@ -58,7 +58,7 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     started: float
     heartbeat: float
     generation: int = 0
-    """The World that its trainer agent belongs to, 0 before the first."""
+    """The TrainerWorld that its trainer agent belongs to, 0 before the first."""
     agent: AgentState = "idle"
     exit_code: int | None = None
     """Of an agent that has ended."""
@@ -76,7 +76,7 @@ class NodeStatus(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """See RunOver."""
 
 
-class World(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
+class TrainerWorld(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True):
     """The machines whose ranks train together, in the order of their ranks. A change of any kind
     is a new generation."""
 
@@ -149,14 +149,13 @@ class Nodes:
         """Returns the newest status of each machine that has joined, by index: of all, or of
         those with these indices."""
         if indices is None:
-            indices = sorted(
-                int(path.stem) for path in self.folder.glob("*.json") if path.stem.isdigit()
-            )
-        found = ((index, self._read(self.status_path(index), NodeStatus)) for index in indices)
-        return {index: status for index, status in found if status}
+            names = [path.stem for path in self.folder.glob("*.json")]
+            indices = sorted(int(name) for name in names if name.isdigit())
+        read = {index: self._read(self.status_path(index), NodeStatus) for index in indices}
+        return {index: status for index, status in read.items() if status}
 
-    def world(self) -> World | None:
-        return self._read(self.world_path, World)
+    def world(self) -> TrainerWorld | None:
+        return self._read(self.world_path, TrainerWorld)
 
     def over(self) -> RunOver | None:
         return self._read(self.over_path, RunOver)
@@ -164,7 +163,9 @@ class Nodes:
     def _read(self, path: Path, kind: type[T]) -> T | None:
         """Returns the content of a file, as it was if it cannot be read for a moment: that must
         change nothing. None without it."""
-        content = read_json(path, kind) or (None if is_gone(path) else self.known.get(path))
+        content = read_json(path, kind)
+        if content is None and not is_gone(path):
+            content = self.known.get(path)
         self.known[path] = content
         return content
 
@@ -181,7 +182,7 @@ class Nodes:
     def jobs(self) -> Jobs | None:
         return read_json(self.jobs_path, Jobs)
 
-    def stop_world(self, world: World, stop: Stop) -> None:
+    def stop_world(self, world: TrainerWorld, stop: Stop) -> None:
         """Tells the agents of a world to end."""
         self.write(self.world_path, msgspec.structs.replace(world, stop=stop))
 

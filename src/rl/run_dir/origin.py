@@ -22,7 +22,7 @@ class Change(msgspec.Struct, frozen=True):
         return f"{self.key}: {self.old} -> {self.new}"
 
 
-class Origin(msgspec.Struct, frozen=True):
+class BranchOrigin(msgspec.Struct, frozen=True):
     """The content of origin.json."""
 
     run: str
@@ -35,11 +35,11 @@ class Origin(msgspec.Struct, frozen=True):
         return f"branch of {self.run} at step {self.step}"
 
 
-def read_origin(run_dir: RunDir) -> Origin | None:
+def read_origin(run_dir: RunDir) -> BranchOrigin | None:
     """Reads where a run was branched; None for a run that begins at the base model. Raises
     RunError if the file is damaged."""
     try:
-        return msgspec.json.decode(run_dir.origin.read_bytes(), type=Origin)
+        return msgspec.json.decode(run_dir.origin.read_bytes(), type=BranchOrigin)
     except FileNotFoundError:
         return None
     except (OSError, *UNREADABLE) as error:

@@ -109,24 +109,24 @@ def model_files(folder: Path) -> list[Path]:
     transformers, which prefers `model.safetensors`, and vLLM would not read the same ones."""
     if folder.is_file():
         return [folder]
-    there = {file.name for file in folder.glob("*.safetensors") if file.exists()}
-    listed = there
+    names = {file.name for file in folder.glob("*.safetensors") if file.exists()}
+    listed = names
     if (folder / INDEX).exists():
         try:
             listed = {*json.loads((folder / INDEX).read_text())["weight_map"].values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFileError(f"{folder / INDEX}: not readable as an index: {error}") from None
-    elif there not in ({SINGLE}, {"adapter_model.safetensors"}):
+    elif names not in ({SINGLE}, {"adapter_model.safetensors"}):
         what = (
             "weights (*.safetensors; no others are read: write *.bin again with transformers' "
             "save_pretrained)"
         )
-        if there:
+        if names:
             what = (
-                f"an index ({INDEX}) of {', '.join(sorted(there))}; add it, or leave {SINGLE} "
+                f"an index ({INDEX}) of {', '.join(sorted(names))}; add it, or leave {SINGLE} "
                 "alone there"
             )
         raise CorruptFileError(f"{folder}: lacks {what}")
-    if wrong := sorted(listed - there) or sorted({SINGLE} & there - listed):
-        raise CorruptFileError(f"{folder}: lacks {wrong[0]}{' in its index' * (wrong[0] in there)}")
+    if wrong := sorted(listed - names) or sorted({SINGLE} & names - listed):
+        raise CorruptFileError(f"{folder}: lacks {wrong[0]}{' in its index' * (wrong[0] in names)}")
     return [folder / name for name in sorted(listed)]

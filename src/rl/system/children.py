@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -99,11 +98,7 @@ class Child:
         code = self.exit_code
         if code is None or code >= 0:
             return f"ended with exit code {code}"
-        hint = (
-            " (the kernel does that when memory runs out: see `dmesg`)"
-            if code == -signal.SIGKILL
-            else ""
-        )
+        hint = " (the kernel does that when memory runs out: see `dmesg`)" if code == -9 else ""
         return f"was ended by {signal.Signals(-code).name}{hint}"
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -154,15 +149,12 @@ class Child:
     def tree(self, processes: Table, among: Iterable[int]) -> Table:
         """Returns the processes among these that it has started, and itself, even those that
         have left its group or lost their parent."""
-        line = processes.get(self.pid)
-        found = (
-            process_table.trees(processes, [self.pid])
-            if line and line.start == self.start_ticks
-            else set()
-        )
+        line, pids = processes.get(self.pid), set[int]()
+        if line and line.start == self.start_ticks:
+            pids = process_table.trees(processes, [self.pid])
         for marker in {self.marker, self.ancestor} - {""}:
-            found |= process_table.marked(processes, among, marker, {self.pid: self.start_ticks})
-        return {pid: processes[pid] for pid in found & set(among)}
+            pids |= process_table.marked(processes, among, marker, {self.pid: self.start_ticks})
+        return {pid: processes[pid] for pid in pids & set(among)}
 
     def kill_tree(self, without: Collection[int] = ()) -> None:
         """Sends SIGKILL, once and without waiting, to its group and all it has started, except the
@@ -218,12 +210,18 @@ def start(
     env |= {LAUNCHER: str(parent), "PYTHONUNBUFFERED": "1"}
     if marker:
         env[process_table.MARKER] = add_marker(marker)
-    group: dict[str, Any] = {"start_new_session": True} if new_session else {"process_group": 0}
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         process = subprocess.Popen(
-            command, env=env, **streams, **group, preexec_fn=in_child, pass_fds=inherited
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=new_session,
+            process_group=None if new_session else 0,
+            preexec_fn=in_child,
+            pass_fds=inherited,
         )
     child = Child(name, process.pid, log_path, marker)
     process.returncode = 0  # keeps Popen from reaping it: a Child keeps its pid until `reap`
@@ -258,8 +256,9 @@ def add_marker(marker: str) -> str:
 
 def descendants(without: Collection[int] = ()) -> Table:
     """Returns all descendants of this process, except the trees of `without`."""
-    processes, own = process_table.table(), os.getpid()
-    return {pid: processes[pid] for pid in process_table.trees(processes, [own], without) - {own}}
+    processes, root = process_table.table(), os.getpid()
+    pids = process_table.trees(processes, [root], without) - {root}
+    return {pid: processes[pid] for pid in pids}
 
 
 def kill_descendants(without: Collection[int] = ()) -> None:
@@ -291,5 +290,7 @@ class RestartPolicy:
         recent = [death for death in deaths if deaths[-1] - death <= self.window_s]
         if barren >= self.barren_limit or len(recent) > self.max_restarts:
             return None
+        if not barren:
+            return 0.0
         doublings = min(barren - 1, 60)  # a float overflows at about 1,000
-        return min(self.backoff_limit_s, self.backoff_s * 2**doublings) if barren else 0.0
+        return min(self.backoff_limit_s, self.backoff_s * 2**doublings)

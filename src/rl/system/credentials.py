@@ -47,18 +47,17 @@ resolved_names: set[str] = set()
 def secret_variables() -> dict[str, str]:
     """Returns value -> name of the environment variables that hold secrets, longest value first.
     Ordinary words do not count as secrets."""
-    found = {}
+    names = {}
     for name, value in os.environ.items():
         # a setting, such as trainer.loss.token_mask, which is checked like other settings
-        if name.startswith("RL__"):
+        if name.startswith("RL__") or len(value) < SHORTEST:
             continue
-        telling = len(value) >= 12 or (len(value) >= SHORTEST and not re.fullmatch("[a-z]*", value))
-        if telling and (
-            name in resolved_names or (SECRET_VARIABLE.search(name) and not is_path(value))
-        ):
-            found[value] = name
+        if len(value) < 12 and re.fullmatch("[a-z]*", value):
+            continue
+        if name in resolved_names or (SECRET_VARIABLE.search(name) and not is_path(value)):
+            names[value] = name
     # so that it is replaced before any shorter value inside it
-    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+    return dict(sorted(names.items(), key=lambda item: -len(item[0])))
 
 
 def is_path(value: str) -> bool:
@@ -139,7 +138,7 @@ def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from strings(item, inner)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            yield from strings(item, f"{key}.{i}" if isinstance(item, (dict, list, tuple)) else key)
+            yield from strings(item, key if isinstance(item, str) else f"{key}.{i}")
     elif isinstance(value, str):
         yield key, value
 
@@ -163,27 +162,24 @@ def is_secret(key: str, value: str) -> bool:
     an environment variable that holds it."""
     if not value or REFERENCE.fullmatch(value):
         return False
-    suspicious = (
-        (is_secret_key(key) and len(value) >= SHORTEST)
-        or SECRET_SHAPE.search(value)
-        or CREDENTIALS_IN_URL.search(value)
-    )
-    return bool(suspicious) or redact(value) != value
+    by_key = is_secret_key(key) and len(value) >= SHORTEST
+    by_form = SECRET_SHAPE.search(value) or CREDENTIALS_IN_URL.search(value)
+    return by_key or bool(by_form) or redact(value) != value
 
 
 def secret_faults(table: dict[str, Any]) -> list[tuple[str, object, str]]:
     """Returns (key, HIDDEN, remedy) for each secret that a configuration contains."""
-    faults: list[tuple[str, object, str]] = []
+    faults: dict[str, tuple[str, object, str]] = {}
     for key, value in strings(table):
-        if is_secret(key, value) and key not in [fault[0] for fault in faults]:
-            remedy = (
-                "is a secret, and this configuration is written into the run directory: put it "
-                "into an environment variable"
-            )
-            if any(part in key + "." for part in RESOLVED):
-                names = [name for known, name in secret_variables().items() if known in value]
-                remedy += f' and write "env:{names[0] if names else "NAME"}" here'
-            else:
-                remedy += " (WANDB_API_KEY, HF_TOKEN, or one that teacher.api_key_var names)"
-            faults.append((key, HIDDEN, remedy))
-    return faults
+        if not is_secret(key, value):
+            continue
+        names = [name for known, name in secret_variables().items() if known in value] or ["NAME"]
+        remedy = " (WANDB_API_KEY, HF_TOKEN, or one that teacher.api_key_var names)"
+        if any(part in key + "." for part in RESOLVED):
+            remedy = f' and write "env:{names[0]}" here'
+        text = (
+            "is a secret, and this configuration is written into the run directory: put it into "
+            f"an environment variable{remedy}"
+        )
+        faults.setdefault(key, (key, HIDDEN, text))
+    return list(faults.values())

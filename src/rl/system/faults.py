@@ -27,11 +27,11 @@ NAMES = {"metrics.jsonl": "merged"}
 """File -> its kind, if that differs from its name without the suffix."""
 
 
-class Plan:
+class FaultPlan:
     """The faults of this process, and the file that records the points it reaches."""
 
     def __init__(self, fault: str = "", trace: str = "", mark: str = "", process: str = ""):
-        self.faults = [parse(one) for one in fault.split(",") if one]
+        self.faults = [parse(text) for text in fault.split(",") if text]
         self.trace, self.mark, self.process = trace, mark, process
         self.next: tuple[str, str, int] | None = None
         self.counts: Counter[str] = Counter()
@@ -60,14 +60,10 @@ class Plan:
         """Sets the next fault: the first one of this process that has not happened yet."""
         self.process = self.process or own_name()
         done = Path(self.mark).read_text().split() if self.mark and Path(self.mark).exists() else []
-        self.next = next(
-            (
-                one
-                for one in self.faults
-                if one[0] == self.process and ":".join(map(str, one)) not in done
-            ),
-            None,
-        )
+        for fault in self.faults:
+            if fault[0] == self.process and ":".join(map(str, fault)) not in done:
+                self.next = fault
+                return
 
 
 def append(path: str, line: str) -> None:
@@ -87,18 +83,18 @@ def parse(fault: str) -> tuple[str, str, int]:
 def own_name() -> str:
     """Returns the name of this process in RL_FAULT: trainer, trainer-1 (rank 1), orchestrator,
     worker, inference, or its command's name."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    parts = spec.name.split(".") if spec and spec.name.startswith("rl.") else []
-    name = (parts[-2] if parts[-1] == "main" else parts[-1]) if parts else Path(sys.argv[0]).name
+    spec, name = getattr(sys.modules["__main__"], "__spec__", None), Path(sys.argv[0]).name
+    if spec and spec.name.startswith("rl."):
+        name = spec.name.removesuffix(".main").rpartition(".")[2]
     rank = int(os.environ.get("RANK", 0))
     return f"{name}-{rank}" if name == "trainer" and rank else name
 
 
-def plan_of_environment() -> Plan | None:
+def plan_of_environment() -> FaultPlan | None:
     """Returns the plan from the environment variables; None if they are not set."""
-    names = ("RL_FAULT", "RL_FAULT_TRACE", "RL_FAULT_MARK")
-    fault, trace, mark = (os.environ.get(name, "") for name in names)
-    return Plan(fault, trace, mark) if fault or trace else None
+    fault, trace = os.environ.get("RL_FAULT", ""), os.environ.get("RL_FAULT_TRACE", "")
+    mark = os.environ.get("RL_FAULT_MARK", "")
+    return FaultPlan(fault, trace, mark) if fault or trace else None
 
 
 plan = plan_of_environment()

@@ -16,25 +16,25 @@ def json_objects(path: Path, example: str) -> Iterator[tuple[str, dict[str, Any]
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                place = f"{path}:{number}"
-                yield place, json_object(line, place, example)
+                where = f"{path}:{number}"
+                yield where, json_object(line, where, example)
 
 
-def json_object(line: bytes | str, place: str, example: str) -> dict[str, Any]:
+def json_object(line: bytes | str, where: str, example: str) -> dict[str, Any]:
     """Returns the object of a line. Raises RunError for what is not JSON, has a key twice, or
     half of a character."""
     try:
         row = json.loads(line, object_pairs_hook=without_duplicates)
     except DuplicateKeyError as error:
-        raise RunError(f"{place}: {error}") from None
+        raise RunError(f"{where}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise RunError(
-            f"{place}: not JSON ({error}); write one object a line, like {example}"
+            f"{where}: not JSON ({error}); write one object a line, like {example}"
         ) from None
     if not isinstance(row, dict):
-        raise RunError(f"{place}: a {type(row).__name__}; write one object a line, like {example}")
+        raise RunError(f"{where}: a {type(row).__name__}; write one object a line, like {example}")
     if "\\ud" in str(line).lower():
-        check_writable(row, place)
+        check_writable(row, where)
     return row
 
 
@@ -52,7 +52,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def check_writable(row: dict[str, Any], place: str) -> None:
+def check_writable(row: dict[str, Any], where: str) -> None:
     """Raises RunError for a column with half of a surrogate pair, which no file or request can
     hold."""
     for column, value in row.items():
@@ -61,5 +61,5 @@ def check_writable(row: dict[str, Any], place: str) -> None:
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):04x}"
             raise RunError(
-                f"{place}: {column}: {half} is half of a character and cannot be written; remove it"
+                f"{where}: {column}: {half} is half of a character and cannot be written; remove it"
             ) from None

@@ -4,6 +4,7 @@ supports bfloat16."""
 import contextlib
 import functools
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -55,28 +56,29 @@ def visible_gpus(env: dict[str, str], dev: Path = Path("/dev")) -> list[str]:
     Raises RunError if nvidia-smi hangs."""
     if "CUDA_VISIBLE_DEVICES" in env:
         names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",")]
-        return (
-            [] if names[0].lower() in NO_GPU else [name for name in names if name and name != "-1"]
-        )
+        hidden = names[0].lower() in NO_GPU
+        return [] if hidden else [name for name in names if name not in ("", "-1")]
     count = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in dev.glob("nvidia*"))
     if not count and shutil.which("nvidia-smi", path=env.get("PATH", "")):
+        command = ["nvidia-smi", "-L"]
         try:
             listed = subprocess.run(
-                ["nvidia-smi", "-L"], capture_output=True, text=True, env=env, timeout=TIMEOUT_S
+                command, capture_output=True, text=True, env=env, timeout=TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            remedy = "perhaps the driver hangs; set CUDA_VISIBLE_DEVICES to do without it"
-            raise RunError(f"nvidia-smi has not answered for {TIMEOUT_S:.0f} s: {remedy}") from None
-        count = (
-            sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-            if listed.returncode == 0
-            else 0
-        )
+            raise RunError(
+                f"nvidia-smi has not answered for {TIMEOUT_S:.0f} s: perhaps the driver hangs; "
+                "set CUDA_VISIBLE_DEVICES to do without it"
+            ) from None
+        if listed.returncode == 0:
+            count = len(re.findall("^GPU ", listed.stdout, re.MULTILINE))
     return [str(number) for number in range(count)]
 
 
 def control_groups(
-    controller: str, own: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+    controller: str,
+    listed: Path = Path("/proc/self/cgroup"),
+    mounted: Path = Path("/sys/fs/cgroup"),
 ) -> list[Path]:
     """Returns the directories of the control groups, version 2 or 1, whose limits of this
     controller apply to this process.
@@ -84,17 +86,14 @@ def control_groups(
     A container sees its group as the outermost one; the groups of Slurm and systemd are nested
     deeper.
     """
-    found = []
+    groups = []
     # `0::/a/b` is version 2, `4:cpu,cpuacct:/a/b` version 1
-    for line in own.read_text().splitlines() if own.exists() else []:
+    for line in listed.read_text().splitlines() if listed.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controller in (controllers or controller).split(","):
-            root = mounted / controller if controllers else mounted
-            found += [
-                root / part
-                for part in (path.lstrip("/"), *map(str, Path(path.lstrip("/")).parents))
-            ]
-    return found
+            root, inner = mounted / controller if controllers else mounted, Path(path.lstrip("/"))
+            groups += [root / folder for folder in (inner, *inner.parents)]
+    return groups
 
 
 def cpu_quota() -> float:
@@ -118,17 +117,15 @@ def memory_bytes() -> tuple[int, int]:
     import psutil
 
     total, free = psutil.virtual_memory()[:2]
-    for group in control_groups("memory"):
-        for limited, taken in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
-                limit, used = (int((group / name).read_text()) for name in (limited, taken))
-                total, free = (
-                    min(total, limit),
-                    min(free, max(0, limit - used + unused_cache(group))),
-                )
+    names = (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    )
+    for group, files in itertools.product(control_groups("memory"), names):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or `max`
+            limit, used = (int((group / name).read_text()) for name in files)
+            left = max(0, limit - used + unused_cache(group))
+            total, free = min(total, limit), min(free, left)
     return total, free
 
 

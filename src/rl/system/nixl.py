@@ -69,16 +69,11 @@ def is_local() -> bool:
 
 def errors() -> tuple[type[Exception], ...]:
     """Returns the types of NIXL's errors, which have no common base."""
-    found = (
-        vars(sys.modules[f"{PACKAGE}._bindings"]) if f"{PACKAGE}._bindings" in sys.modules else {}
-    )
+    module = sys.modules.get(f"{PACKAGE}._bindings")
+    values = vars(module).items() if module else ()
     return (
         RuntimeError,
-        *(
-            value
-            for name, value in found.items()
-            if name.startswith("nixl") and name.endswith("Error")
-        ),
+        *(value for name, value in values if name.startswith("nixl") and name.endswith("Error")),
     )
 
 
@@ -88,10 +83,8 @@ def blamed(what: str) -> Iterator[None]:
     try:
         yield
     except errors() as error:
-        devices = (
-            f"UCX_NET_DEVICES={os.environ.get('UCX_NET_DEVICES')}, "
-            f"UCX_TLS={os.environ.get('UCX_TLS')}"
-        )
+        name = type(error).__name__.removeprefix("nixl")
+        devices, kinds = (os.environ.get(f"UCX_{key}") for key in ("NET_DEVICES", "TLS"))
         raise RunError(
-            f"{what}: {type(error).__name__.removeprefix('nixl')}: {error} ({devices})"
+            f"{what}: {name}: {error} (UCX_NET_DEVICES={devices}, UCX_TLS={kinds})"
         ) from None

@@ -41,41 +41,37 @@ Table = dict[int, Entry]
 """Processes by pid."""
 
 
+def read(pid: int, name: str) -> bytes:
+    """Returns a file of a process; empty if it is gone or belongs to another user."""
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+
 def entry(pid: int) -> Entry | None:
     """Returns the entry of a process; None if it is gone."""
-    try:
-        # a name has any bytes, and is cut at 15, also within a character
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].decode().split()
-    except OSError:
+    # a name has any bytes, and is cut at 15, also within a character
+    fields = read(pid, "stat").rpartition(b")")[2].decode().split()
+    if len(fields) <= 19:
         return None
-    return (
-        Entry(int(fields[1]), int(fields[3]), fields[0], fields[19]) if len(fields) > 19 else None
-    )
+    return Entry(int(fields[1]), int(fields[3]), fields[0], fields[19])
 
 
 def table() -> Table:
     """Returns all processes of this machine, or of this container's pid namespace."""
-    found = {int(name): entry(int(name)) for name in os.listdir("/proc") if name.isdigit()}
-    return {pid: line for pid, line in found.items() if line}
+    lines = {int(name): entry(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+    return {pid: line for pid, line in lines.items() if line}
 
 
 def markers(pid: int) -> list[str]:
     """Returns the markers of a process; empty if it is gone or belongs to another user."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-    except OSError:
-        return []
     prefix = f"{MARKER}=".encode()
-    return next(
-        (
-            variable[len(prefix) :].decode(errors="replace").split()
-            for variable in variables
-            if variable.startswith(prefix)
-        ),
-        [],
-    )
+    for variable in read(pid, "environ").split(b"\0"):
+        if variable.startswith(prefix):
+            return variable[len(prefix) :].decode(errors="replace").split()
+    return []
 
 
 def trees(processes: Table, roots: Iterable[int], without: Collection[int] = ()) -> set[int]:
@@ -83,13 +79,13 @@ def trees(processes: Table, roots: Iterable[int], without: Collection[int] = ())
     children: dict[int, list[int]] = {}
     for pid, line in processes.items():
         children.setdefault(line.parent, []).append(pid)
-    found, todo = set(), [pid for pid in roots if pid in processes]
+    tree, todo = set[int](), [pid for pid in roots if pid in processes]
     while todo:
         pid = todo.pop()
-        if pid not in found and pid not in without:
-            found.add(pid)
+        if pid not in tree and pid not in without:
+            tree.add(pid)
             todo += children.get(pid, [])
-    return found
+    return tree
 
 
 def marked(
@@ -102,22 +98,17 @@ def marked(
     another leader does not match.
     """
 
-    def in_session(line: Entry) -> bool:
-        leader = processes.get(line.session)
-        return line.session in sessions and (
-            leader is None or leader.start == sessions[line.session]
-        )
-
-    def is_marked(pid: int) -> bool:
+    def belongs(pid: int) -> bool:
+        session = processes[pid].session
+        leader = processes.get(session)
+        if session in sessions and (leader is None or leader.start == sessions[session]):
+            return True
+        is_prefix = marker.endswith(":")
         return any(
-            own == marker or (marker[-1] == ":" and own.startswith(marker)) for own in markers(pid)
+            other == marker or (is_prefix and other.startswith(marker)) for other in markers(pid)
         )
 
-    return trees(
-        processes,
-        [pid for pid in among if in_session(processes[pid]) or is_marked(pid)],
-        {os.getpid()},
-    )
+    return trees(processes, [pid for pid in among if belongs(pid)], {os.getpid()})
 
 
 def is_resource_tracker(pid: int) -> bool:
@@ -128,17 +119,13 @@ def is_resource_tracker(pid: int) -> bool:
 
 def command_line(pid: int) -> list[str]:
     """Returns the arguments of a process's command; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().decode(errors="replace").split("\0")
-    except OSError:
-        return []
+    return read(pid, "cmdline").decode(errors="replace").split("\0")
 
 
 def send_signal(processes: Table, signum: int) -> None:
     """Signals processes found in the table, unless their pid has been reused since."""
-    for pid, found in processes.items():
-        if (line := entry(pid)) and line.start == found.start:
+    for pid, known in processes.items():
+        if (line := entry(pid)) and line.start == known.start:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signum)
 
@@ -163,14 +150,9 @@ def kill(find: Callable[[], Table], pause_s: float) -> list[int]:
     while times_empty < 2 and (age := time.monotonic() - began) < KILL_DEADLINE_S:
         left = find()
         times_empty = 0 if left else times_empty + 1
-        send_signal(
-            {
-                pid: line
-                for pid, line in left.items()
-                if age > TRACKER_S or not is_resource_tracker(pid)
-            },
-            signal.SIGKILL,
-        )
+        trackers = () if age > TRACKER_S else [*filter(is_resource_tracker, left)]
+        victims = {pid: line for pid, line in left.items() if pid not in trackers}
+        send_signal(victims, signal.SIGKILL)
         time.sleep(pause_s)
     return list(left)
 
@@ -181,19 +163,15 @@ def end_run(marker: str, sessions: Mapping[int, str], grace_s: float) -> None:
 
     def left() -> Table:
         processes = table()
-        return {
-            pid: processes[pid]
-            for pid in marked(processes, processes, marker, sessions)
-            if processes[pid].state != "Z"
-        }
+        pids = marked(processes, processes, marker, sessions)
+        return {pid: processes[pid] for pid in pids if processes[pid].state != "Z"}
 
     deadline = time.monotonic() + grace_s
     while (running := left()) and time.monotonic() < deadline:
         # The kernel sent SIGTERM when `rl` died; a stopped process receives it when it is
         # continued.
-        send_signal(
-            {pid: line for pid, line in running.items() if line.state == "T"}, signal.SIGCONT
-        )
+        stopped = {pid: line for pid, line in running.items() if line.state == "T"}
+        send_signal(stopped, signal.SIGCONT)
         time.sleep(POLL_S)
     kill(left, POLL_S / 5)
 

@@ -18,45 +18,15 @@ PROGRAM = "bwrap"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store")
 """Directories that hold programs and libraries, and no personal files."""
 SETTINGS = (
-    *(
-        "alternatives",
-        "ca-certificates",
-        "group",
-        "hosts",
-        "ld.so.cache",
-        "ld.so.conf",
-        "ld.so.conf.d",
-        "localtime",
-        "mime.types",
-    ),
-    *(
-        "nsswitch.conf",
-        "passwd",
-        "pki/ca-trust",
-        "pki/tls/cert.pem",
-        "pki/tls/certs",
-        "protocols",
-        "resolv.conf",
-        "services",
-    ),
-    *("ssl/cert.pem", "ssl/certs", "ssl/openssl.cnf"),
+    "alternatives ca-certificates group hosts ld.so.cache ld.so.conf ld.so.conf.d localtime "
+    "mime.types nsswitch.conf passwd pki/ca-trust pki/tls/cert.pem pki/tls/certs protocols "
+    "resolv.conf services ssl/cert.pem ssl/certs ssl/openssl.cnf"
 )
 """Entries of /etc that programs read. None of them is secret; private keys lie next to the
 certificates, so not all of ssl is listed."""
 MASKED = (
-    *(
-        "acpi",
-        "asound",
-        "kcore",
-        "keys",
-        "kmsg",
-        "kpagecgroup",
-        "kpagecount",
-        "kpageflags",
-        "latency_stats",
-        "pagetypeinfo",
-    ),
-    *("sched_debug", "scsi", "slabinfo", "timer_list", "timer_stats", "vmallocinfo"),
+    "acpi asound kcore keys kmsg kpagecgroup kpagecount kpageflags latency_stats pagetypeinfo "
+    "sched_debug scsi slabinfo timer_list timer_stats vmallocinfo"
 )
 """Entries of /proc with information about the whole machine, most of them readable by root
 alone."""
@@ -96,76 +66,36 @@ class Sandbox:
     def wrap(self, command: Sequence[str]) -> list[str]:
         """Returns the command that runs `command` in the sandbox. It exits with the same code
         and ends all processes inside."""
-        arguments = [
-            PROGRAM,
-            "--unshare-all",
-            "--unshare-user",
-            "--disable-userns",
-            "--uid",
-            NOBODY,
-            "--gid",
-            NOBODY,
-        ]
-        arguments += [
-            "--cap-drop",
-            "ALL",
-            "--new-session",
-            "--die-with-parent",
-            "--unsetenv",
-            LAUNCHER,
-        ]
-        if self.network:
-            arguments.append("--share-net")
-        for path in [*SYSTEM, *(f"/etc/{name}" for name in SETTINGS)]:
-            arguments += ["--ro-bind-try", path, path]
-        arguments += [
-            "--dev",
-            "/dev",
-            "--size",
-            str(SHARED_BYTES),
-            "--tmpfs",
-            "/dev/shm",
-            "--remount-ro",
-            "/dev",
-        ]
-        # If root makes a sandbox, the kernel still sees root, without capabilities, and that
-        # suffices to write /proc/sys.
-        arguments += [
-            "--proc",
-            "/proc",
-            *masks(),
-            "--remount-ro",
-            "/proc",
-            "--size",
-            str(TEMPORARY_BYTES),
-            "--tmpfs",
-            "/tmp",
-        ]
-        places = {path: ["--ro-bind", str(path), str(path)] for path in self.read}
-        places |= {path: ["--tmpfs", str(path)] for path in self.hidden - self.read}
+        mounts = {path: ["--ro-bind", str(path), str(path)] for path in self.read}
+        emptied = self.hidden - self.read
+        mounts |= {path: ["--tmpfs", str(path)] for path in emptied}
         # inner paths are mounted over outer ones
-        for _, placed in sorted(places.items(), key=lambda item: len(item[0].parts)):
-            arguments += placed
-        for link, target in self.links.items():
-            arguments += ["--symlink", str(target), str(link)]
-        for path in self.hidden - self.read:
-            arguments += ["--remount-ro", str(path)]
-        arguments += [
-            "--dir",
-            str(self.directory),
-            "--remount-ro",
-            "/",
-            "--chdir",
-            str(self.directory),
+        ordered = sorted(mounts, key=lambda path: len(path.parts))
+        settings = [f"/etc/{name}" for name in SETTINGS.split()]
+        directory = str(self.directory)
+        return [
+            *f"{PROGRAM} --unshare-all --unshare-user --disable-userns".split(),
+            *f"--uid {NOBODY} --gid {NOBODY} --cap-drop ALL --new-session".split(),
+            *f"--die-with-parent --unsetenv {LAUNCHER}".split(),
+            *(["--share-net"] if self.network else []),
+            *(word for path in (*SYSTEM, *settings) for word in ("--ro-bind-try", path, path)),
+            *f"--dev /dev --size {SHARED_BYTES} --tmpfs /dev/shm --remount-ro /dev".split(),
+            # If root makes a sandbox, the kernel still sees root, without capabilities, and that
+            # suffices to write /proc/sys.
+            *["--proc", "/proc", *masks(), "--remount-ro", "/proc"],
+            *f"--size {TEMPORARY_BYTES} --tmpfs /tmp".split(),
+            *(word for path in ordered for word in mounts[path]),
+            *(word for to, of in self.links.items() for word in ("--symlink", str(of), str(to))),
+            *(word for path in emptied for word in ("--remount-ro", str(path))),
+            *["--dir", directory, "--remount-ro", "/", "--chdir", directory, "--", *command],
         ]
-        return [*arguments, "--", *command]
 
 
 def masks() -> list[str]:
     """Returns bubblewrap's arguments that hide the MASKED entries; not every kernel has all of
     them."""
     arguments = []
-    for path in (Path("/proc", name) for name in MASKED):
+    for path in (Path("/proc", name) for name in MASKED.split()):
         if path.is_dir():
             arguments += ["--tmpfs", str(path), "--remount-ro", str(path)]
         elif path.exists():
@@ -189,11 +119,9 @@ def fault() -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{PROGRAM} does not run here ({error}); {REMEDY}"
     reap_ended()
-    return (
-        f"{PROGRAM} cannot make one here ({trial.stderr.strip()[-300:]}); {REMEDY}"
-        if trial.returncode
-        else ""
-    )
+    if trial.returncode:
+        return f"{PROGRAM} cannot make one here ({trial.stderr.strip()[-300:]}); {REMEDY}"
+    return ""
 
 
 def innermost(pids: Collection[int]) -> dict[int, int]:

@@ -60,21 +60,17 @@ def export(origin: Origin, target: Path, merge: bool, dtype: str) -> None:
 def load(origin: Origin, dtype: torch.dtype) -> PreTrainedModel:
     """Loads the unsharded model with the verified weights of a checkpoint or a version; in
     float32 unless a version is loaded as it is."""
-    found = sound_checkpoint(origin)
-    if origin.version and not found:
+    sound = sound_checkpoint(origin)
+    if origin.version and not sound:
         check_version(origin.version)
-    whole = origin.version if not found and not origin.lora else None
+    whole = origin.version if not sound and not origin.lora else None
     with readable(whole or origin.base) as folder:
-        model = load_rows(
-            folder,
-            None,
-            dtype=dtype if whole else torch.float32,
-            trust_remote_code=origin.trust_remote_code,
-        )
+        trusted, read_as = origin.trust_remote_code, dtype if whole else torch.float32
+        model = load_rows(folder, None, dtype=read_as, trust_remote_code=trusted)
     if origin.lora:
         lora.add_adapters(model, origin.lora)
-    if found:
-        checkpoint.load_weights(*found, model, weights_digest(origin.base) if origin.lora else "")
+    if sound:
+        checkpoint.load_weights(*sound, model, weights_digest(origin.base) if origin.lora else "")
     elif origin.lora and origin.version:
         lora.read_adapters(origin.version, model)
     return model

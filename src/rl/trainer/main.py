@@ -109,8 +109,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     from rl.trainer.parallel.rendezvous import START_TIMEOUT_S
     from rl.trainer.parallel.world import check_nodes, start_world
     from rl.trainer.start import start
-    from rl.trainer.train import train
-    from rl.trainer.trainer import WRITING, kind_of
+    from rl.trainer.train import WRITING, kind_of, train
 
     disable_progress_bar()
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -147,8 +146,8 @@ def uses_gpus(config: RLConfig) -> bool:
     process if GPUs are asked for but missing."""
     import torch
 
-    found = torch.cuda.is_available()
-    if config.trainer.gpus and not found:
+    has_gpus = torch.cuda.is_available()
+    if config.trainer.gpus and not has_gpus:
         remedy = (
             "check nvidia-smi, and that torch is the GPU build (uv run --no-group cpu --group gpu)"
         )
@@ -157,7 +156,7 @@ def uses_gpus(config: RLConfig) -> bool:
             f"trainer.gpus = {config.trainer.gpus}, but torch finds no GPU: {remedy}",
             WRONG_SETTINGS,
         )
-    return config.trainer.gpus != 0 and found
+    return config.trainer.gpus != 0 and has_gpus
 
 
 def fail(run_dir: RunDir, message: str, code: int) -> NoReturn:

@@ -20,19 +20,19 @@ from rl.trainer.determinism import differing_conditions
 from rl.trainer.parallel.world import World, ranks_without
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.saver import Saver
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.transport import Wait
 
-FOUND = "replay.jsonl"
+LINES = "replay.jsonl"
 
 
-def record(root: Path, found: dict[str, Any]) -> None:
+def record(root: Path, line: dict[str, Any]) -> None:
     """Appends a line about a version or checkpoint to `replay.jsonl` in the scratch directory,
     which `rl replay` reads."""
-    with (root / FOUND).open("a") as file:
-        file.write(json.dumps(found) + "\n")
+    with (root / LINES).open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 class Comparer(Publisher):
@@ -48,12 +48,12 @@ class Comparer(Publisher):
         self, number: int, version: PublishedVersion, checkpoints: Collection[int], since: float
     ) -> None:
         self.wait.about(Phase.COMPARING, number)
-        found = {"version": number, **compare(self.replayed, number, version, self.ranks)}
-        self.ranks.of_main(lambda: record(self.run_dir.root, found))
+        line = {"version": number, **compare(self.replayed, number, version, self.ranks)}
+        self.ranks.of_main(lambda: record(self.run_dir.root, line))
 
 
 def compare(
-    replayed: RunDir, number: int, version: PublishedVersion, ranks: Ranks
+    replayed: RunDir, number: int, version: PublishedVersion, ranks: RankThreads
 ) -> dict[str, Any]:
     """Compares a version with the run's version of the same number. Every rank calls this.
 
@@ -71,15 +71,15 @@ def compare(
     tensor = next(filter(None, differing.values()), None)
     if len(set(differing.values())) > 1 and not fault:
         fault = f"{folder / DIGESTS} and {replayed.digests(number)} differ in {tensor}"
-    made_by: dict[str, Any] = next(
-        (content.get("made_by", {}) for content in contents.values()), version.made_by
-    )
+    content = next(iter(contents.values()), {})
+    made_by = content.get("made_by", {}) if contents else version.made_by
+    difference = None
+    if tensor and "weights" in contents:
+        difference = largest_difference(folder, tensor, version, ranks)
     return {
         "kept": list(contents),
         "tensor": tensor,
-        "max_difference": largest_difference(folder, tensor, version, ranks)
-        if tensor and "weights" in contents
-        else None,
+        "max_difference": difference,
         "fault": fault,
         "unlike": differing_conditions(made_by, version.made_by),
         "deterministic": made_by.get("deterministic", False),
@@ -101,28 +101,23 @@ def kept_of(digests: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str
 
 
 def largest_difference(
-    folder: Path, name: str, version: PublishedVersion, ranks: Ranks
+    folder: Path, name: str, version: PublishedVersion, ranks: RankThreads
 ) -> float | None:
     """Returns the largest absolute difference between elements of one tensor; None if shapes or
     names differ. Every rank calls this."""
     ours = next((tensor for tensor in version.image.tensors if tensor.name == name), None)
     if ours is None:
         return None
-    whole = version.whole(ours)
+    values = version.whole(ours).view(ours.dtype).view(ours.shape)
 
     def difference() -> float | None:
-        with readable(folder) as place:
-            for path in model_files(place):
+        with readable(folder) as weights:
+            for path in model_files(weights):
                 with safe_open(path, "pt") as file:
-                    if (
-                        name in file.keys()  # noqa: SIM118
-                        and (theirs := file.get_tensor(name)).shape == ours.shape
-                    ):
-                        return float(
-                            (theirs.double() - whole.view(ours.dtype).view(ours.shape).double())
-                            .abs()
-                            .max()
-                        )
+                    if name in file.keys():  # noqa: SIM118
+                        theirs = file.get_tensor(name)
+                        if theirs.shape == ours.shape:
+                            return float((theirs.double() - values.double()).abs().max())
         return None
 
     return ranks.of_main(difference)
@@ -149,12 +144,5 @@ class StateComparer(Saver):
         names = [] if fault else checkpoint.differing(path, model, optimizer, self.world)
         ranks = ranks_without(self.world, not names)
         if self.world.is_main:
-            record(
-                self.run_dir.root,
-                {
-                    "checkpoint": step,
-                    "tensor": next(iter(names), None),
-                    "ranks": ranks,
-                    "fault": fault or None,
-                },
-            )
+            line = {"checkpoint": step, "tensor": next(iter(names), None), "ranks": ranks}
+            record(self.run_dir.root, line | {"fault": fault or None})

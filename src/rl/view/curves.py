@@ -12,7 +12,7 @@ from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
 from rl.run_dir.metrics import environment_rewards
 from rl.run_dir.origin import changes_of
 from rl.run_dir.paths import numbers
-from rl.view.responses import Curves, Mark, Metric, Metrics, Series
+from rl.view.responses import CurveMark, Curves, Metric, Metrics, Series
 
 Axis = Literal["step", "rollouts", "tokens", "time"]
 MOST_POINTS = 1500
@@ -55,16 +55,16 @@ def curves(
     known = {name for run in runs for name in run.numbers.names}
     for name in names:
         check_metric(name, known)
-    series, marks = list[Series](), list[Mark]()
+    series, marks = list[Series](), list[CurveMark]()
     ends = (-np.inf if begin is None else begin, np.inf if end is None else end)
     for key, run in zip(keys, runs, strict=True):
-        places = Places(run, axis)
+        places = AxisPlaces(run, axis)
         series += filter(None, (one_series(key, run, name, places, ends) for name in names))
         marks += marks_of(key, run, places, ends)
     return Curves(series=series, marks=marks)
 
 
-class Places:
+class AxisPlaces:
     """Maps steps to positions on the axis: their numbers, or the rollouts, tokens or seconds up
     to them."""
 
@@ -117,7 +117,7 @@ def wall_times(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 
 def one_series(
-    key: str, run: Run, name: str, places: Places, ends: tuple[float, float]
+    key: str, run: Run, name: str, places: AxisPlaces, ends: tuple[float, float]
 ) -> Series | None:
     """One metric of one run; None if the run has no value of it in the interval."""
     (steps, values), source = run.numbers.curve(name), run.numbers.source(name)
@@ -130,8 +130,8 @@ def one_series(
     each = -(-len(steps) // MOST_POINTS)
     firsts = lows = highs = values[:0]
     if each > 1:
-        parts = np.array_split(np.arange(len(steps)), MOST_POINTS)
-        starts, lasts = (np.array([part[end] for part in parts]) for end in (0, -1))
+        ranges = np.array_split(np.arange(len(steps)), MOST_POINTS)
+        starts, lasts = (np.array([part[end] for part in ranges]) for end in (0, -1))
         lows, highs = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
         values = np.add.reduceat(values, starts) / (lasts - starts + 1)
         firsts, steps = steps[starts], steps[lasts]
@@ -150,16 +150,16 @@ def one_series(
     )
 
 
-def marks_of(key: str, run: Run, places: Places, ends: tuple[float, float]) -> list[Mark]:
+def marks_of(key: str, run: Run, places: AxisPlaces, ends: tuple[float, float]) -> list[CurveMark]:
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
-    marks = list[Mark]()
+    marks = list[CurveMark]()
 
     def at(step: int, source: str | None = None) -> float:
         return float(places(np.array([step]), source)[0])
 
     def add(kind: Any, step: int, text: str, x: float) -> None:
         if not (x < ends[0] or x > ends[1]):
-            marks.append(Mark(run=key, kind=kind, step=step, x=x, text=text))
+            marks.append(CurveMark(run=key, kind=kind, step=step, x=x, text=text))
 
     for step in run.numbers.steps("eval"):
         add("eval", step, f"evaluation of version {step}", at(step, "eval"))

@@ -150,10 +150,10 @@ def add_rollouts(content: dict[str, Any], run: Run, room: int) -> str:
             kept[name] = detail
             if detail.has_tokens and for_tokens > 0:
                 with contextlib.suppress(RunError):
-                    found = tokens.tokens(run, row.step or 0, row.group or 0, row.rollout or 0)
-                    for_tokens -= bytes_of(found)
+                    answer = tokens.tokens(run, row.step or 0, row.group or 0, row.rollout or 0)
+                    for_tokens -= bytes_of(answer)
                     if for_tokens >= 0:
-                        with_tokens[name] = found
+                        with_tokens[name] = answer
     content["tokens"] = with_tokens
     content["rollouts"] = {
         name: msgspec.structs.replace(detail, has_tokens=name in with_tokens)

@@ -20,49 +20,51 @@ def health(run: Run) -> Health:
     """The diagnosis of `rl doctor RUN`. If a file or the configuration of the run is unreadable,
     reports only that."""
     try:
-        found = run.diagnosis()
+        diagnosis = run.diagnosis()
     except (RunError, OSError) as error:
         try:
-            there = processes(run, live=False)
+            rows = processes(run, live=False)
         except OSError:
-            there = []
+            rows = []
         return Health(
             state="unreadable",
             bottleneck=visible(str(error)),
             lines=[],
             findings=[],
-            processes=there,
+            processes=rows,
             machines=[],
         )
     return Health(
-        state=found.state,
-        bottleneck=visible(found.bottleneck),
-        lines=[visible(line.text) for line in found.lines],
-        findings=[finding(problem, run.root) for problem in (*found.problems, *found.hints)],
-        processes=processes(run, live=found.state == "live"),
-        machines=[machine_row(machine, run) for machine, _ in found.machines],
+        state=diagnosis.state,
+        bottleneck=visible(diagnosis.bottleneck),
+        lines=[visible(line.text) for line in diagnosis.lines],
+        findings=[
+            finding(problem, run.root) for problem in (*diagnosis.problems, *diagnosis.hints)
+        ],
+        processes=processes(run, live=diagnosis.state == "live"),
+        machines=[machine_row(machine, run) for machine, _ in diagnosis.machines],
     )
 
 
 def machine_row(machine: Machine, run: Run) -> MachineRow:
     """A machine, with the processes whose names or statuses say that they are there."""
-    status, heard = machine.status, time.time() - machine.silent_s
-    there = [
+    status, seen = machine.status, time.time() - machine.silent_s
+    running = [
         name
         for name, process in run.status.items()
         if machine.runs(process) and not re.fullmatch(r"trainer-\d+", name)
     ]
-    own = rf"(.+-)?node-?{machine.index}" + ("|rl" if "leader" in machine.roles else "")
-    named = [name for name in run.logs if re.fullmatch(own, name)]
+    pattern = rf"(.+-)?node-?{machine.index}" + ("|rl" if "leader" in machine.roles else "")
+    named = [name for name in run.logs if re.fullmatch(pattern, name)]
     return MachineRow(
         index=machine.index,
         host=visible(status.host) if status else "",
         does=does(machine),
         facts=facts(machine, status) if status else "",
         state=machine.state,
-        since=heard - (status.heartbeat - status.started) if status else None,
-        heard=heard if status else None,
-        processes=[visible(name) for name in dict.fromkeys([*there, *named])],
+        since=seen - (status.heartbeat - status.started) if status else None,
+        heard=seen if status else None,
+        processes=[visible(name) for name in dict.fromkeys([*running, *named])],
     )
 
 

@@ -31,29 +31,16 @@ def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path
     of an `rl serve`. Adds unreadable folders to `denied`."""
     try:
         if is_run(folder):
-            return [
-                folder,
-                *(
-                    model
-                    for model in sorted(folder.glob("models/*"))
-                    if is_model(model) and is_run(model)
-                ),
-            ]
-        below = (
-            sorted(
-                entry.path
-                for entry in os.scandir(folder)
-                if entry.is_dir() and entry.name[0] != "."
-            )
-            if depth
-            else []
-        )
+            models = [model for model in sorted(folder.glob("models/*")) if is_model(model)]
+            return [folder, *filter(is_run, models)]
+        entries = [entry for entry in os.scandir(folder) if entry.name[0] != "."] if depth else []
+        below = sorted(Path(entry) for entry in entries if entry.is_dir())
     except PermissionError:
         denied.append(folder)
         return []
     except OSError:
         return []
-    return [run for path in below for run in find_runs(Path(path), denied, depth - 1)]
+    return [run for path in below for run in find_runs(path, denied, depth - 1)]
 
 
 def identity(root: Path) -> tuple[int, ...]:
@@ -72,7 +59,7 @@ class Library:
         self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
         """Key -> identity of the opened directory, and the run; the KEPT that were asked for
         last, in this order."""
-        self.found: dict[str, Path] = {}
+        self.runs: dict[str, Path] = {}
         self.denied: list[Path] = []
         """Folders without read permission."""
         self.looked = -LOOK_S
@@ -82,19 +69,17 @@ class Library:
         with self.lock:
             if time.monotonic() - self.looked >= LOOK_S:
                 self.denied = list[Path]()
-                self.found = self._by_key(
-                    [run for place in self.places for run in find_runs(place, self.denied)]
-                )
+                roots = [run for folder in self.places for run in find_runs(folder, self.denied)]
+                self.runs = self._by_key(roots)
                 self.looked = time.monotonic()
-            return dict(self.found)
+            return dict(self.runs)
 
     @property
     def place(self) -> str:
         """The places that were searched for runs, as text."""
-        denied = (
-            f" (no permission to read: {', '.join(map(str, self.denied))})" if self.denied else ""
-        )
-        return visible(", ".join(map(str, self.places)) + denied)
+        denied = ", ".join(map(str, self.denied))
+        suffix = f" (no permission to read: {denied})" if denied else ""
+        return visible(", ".join(map(str, self.places)) + suffix)
 
     def run(self, key: str) -> Run:
         """A run by its key. Raises UnknownRunError for any other: only runs in the places are
@@ -103,12 +88,12 @@ class Library:
         if root is None:
             raise UnknownRunError(f"{key}: no such run here; it may have been deleted")
         with self.lock:
-            there = identity(root)
+            current = identity(root)
             before, run = self.opened.pop(key, ((), None))
-            if run is None or before != there:
+            if run is None or before != current:
                 run = Run(root)
                 run.heartbeats = Staleness()
-            self.opened[key] = there, run
+            self.opened[key] = current, run
             for oldest in [*self.opened][:-KEPT]:
                 del self.opened[oldest]
             return run
@@ -125,11 +110,11 @@ class Library:
 
     def _key(self, root: Path) -> str:
         """`x` for outputs/x; with several places, prefixed by the folder's name."""
-        for place in self.places:
-            if root == place:
-                same = [other for other in self.places if other.name == root.name]
-                return root.name if len(same) == 1 else str(root)
-            if root.is_relative_to(place):
-                inner = str(root.relative_to(place))
-                return inner if len(self.places) == 1 else f"{place.name}/{inner}"
+        for folder in self.places:
+            if root == folder:
+                names = [other.name for other in self.places]
+                return root.name if names.count(root.name) == 1 else str(root)
+            if root.is_relative_to(folder):
+                inner = str(root.relative_to(folder))
+                return inner if len(self.places) == 1 else f"{folder.name}/{inner}"
         return str(root)

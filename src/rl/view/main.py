@@ -12,40 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import fail
-from rl.config.options import Option, option_lines, take
+from rl.config.options import option_lines, options, take
 from rl.launch.children import Children
 from rl.run_dir.access_token import PAGE_VARIABLE, is_loopback, link
 from rl.run_dir.paths import is_model, is_run
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 
-OPTIONS = (
-    Option(
-        "host",
-        "HOST",
-        "address to listen on; default: 127.0.0.1, which only this machine can reach",
-    ),
-    Option("port", "N", "default: 8411, or a free port if that is taken"),
-    Option("no-browser", "", "only print the address"),
-    Option(
-        "export",
-        "FILE",
-        "write one self-contained page (.html) of one run, or its timeline for Perfetto "
-        "(.json), and exit",
-    ),
-    Option(
-        "max-mib",
-        "N",
-        "with --export: maximum MiB of the file; the page says what was left out to fit; "
-        "default: 20",
-    ),
-    Option(
-        "beside",
-        "",
-        "for a page started by a run: exit with the run, and print only the numbers of "
-        "links, as it knows the rest",
-    ),
-)
+OPTIONS = options("""
+host HOST: address to listen on; default: 127.0.0.1, which only this machine can reach
+port N: default: 8411, or a free port if that is taken
+no-browser: only print the address
+export FILE: write one self-contained page (.html) of one run, or its timeline for Perfetto
+    (.json), and exit
+max-mib N: with --export: maximum MiB of the file; the page says what was left out to fit;
+    default: 20
+beside: for a page started by a run: exit with the run, and print only the numbers of links, as
+    it knows the rest
+""")
 SHOWN = OPTIONS[:-1]
 HELP = f"""usage: rl view [RUN or FOLDER ...] [--export FILE]
 
@@ -81,13 +65,13 @@ def place_of(spec: str) -> Path:
     """The path of a run or a folder with runs. Raises RunError if it is neither."""
     path = Path(spec).expanduser()
     path = path.parent if path.name == "config.toml" and path.is_file() else path
-    for found in (path, Path("outputs") / spec):
-        if not found.is_dir():
+    for folder in (path, Path("outputs") / spec):
+        if not folder.is_dir():
             continue
-        run = next((parent for parent in found.absolute().parents if is_run(parent)), None)
-        if run and not is_model(found.absolute()):
+        run = next((parent for parent in folder.absolute().parents if is_run(parent)), None)
+        if run and not is_model(folder.absolute()):
             raise RunError(f"{spec}: is inside the run {run}; give the run itself")
-        return found
+        return folder
     remedy = (
         "there is no run yet; start one, or name a folder with runs"
         if spec == "outputs"
@@ -163,10 +147,10 @@ def export(library: Any, path: Path, max_mib: int) -> int:
         raise RunError(f"--export {path}: there is no folder {path.absolute().parent}")
     from rl.view.export import write_page, write_trace
 
-    said = (
+    lines = (
         write_trace(library, path)
         if path.suffix == ".json"
         else write_page(library, path, max_mib << 20)
     )
-    print("\n".join(f"rl view: {line}" for line in said))
+    print("\n".join(f"rl view: {line}" for line in lines))
     return 0

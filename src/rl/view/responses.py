@@ -13,11 +13,11 @@ from rl.records.comparison import EvalPoint, SettingDiff
 State = Literal["live", "ended", "died", "stopped", "unreadable"]
 
 
-class Answer(msgspec.Struct, kw_only=True, frozen=True):
+class PageAnswer(msgspec.Struct, kw_only=True, frozen=True):
     """Base class of all answers."""
 
 
-class EvalChange(Answer):
+class EvalChange(PageAnswer):
     """An evaluation's mean reward at its first and its newest version."""
 
     name: str
@@ -29,7 +29,7 @@ class EvalChange(Answer):
     """Whether they differ by more than twice the standard error of their difference."""
 
 
-class RunRow(Answer, kw_only=True):
+class RunRow(PageAnswer, kw_only=True):
     """A run in the list of runs; a run that cannot be read has only the fields without a
     default."""
 
@@ -61,7 +61,7 @@ class RunRow(Answer, kw_only=True):
     bytes: int
 
 
-class Runs(Answer):
+class Runs(PageAnswer):
     """The runs, live ones first, then most recently changed first."""
 
     runs: list[RunRow]
@@ -69,7 +69,7 @@ class Runs(Answer):
     """The places that were searched for runs."""
 
 
-class Learned(Answer):
+class Learned(PageAnswer):
     """The mean rewards of several runs after the same number of rollouts; null if a run has none
     there."""
 
@@ -77,7 +77,7 @@ class Learned(Answer):
     rewards: list[float | None]
 
 
-class Comparison(Answer):
+class Comparison(PageAnswer):
     """A comparison of runs; lists are in the order of the runs."""
 
     settings: list[SettingDiff]
@@ -90,7 +90,7 @@ class Comparison(Answer):
     """Runs that are branches: their rollouts follow those of another run."""
 
 
-class Metric(Answer):
+class Metric(PageAnswer):
     """A metric that the runs have."""
 
     name: str
@@ -99,13 +99,13 @@ class Metric(Answer):
     """Its meaning in words; empty for a custom metric."""
 
 
-class Metrics(Answer):
+class Metrics(PageAnswer):
     """All metrics of some runs, in display order."""
 
     metrics: list[Metric]
 
 
-class Series(Answer):
+class Series(PageAnswer):
     """A metric of one run. Lists are aligned."""
 
     run: str
@@ -126,7 +126,7 @@ class Series(Answer):
     highs: list[float]
 
 
-class Mark(Answer):
+class CurveMark(PageAnswer):
     """An event at a step."""
 
     run: str
@@ -136,14 +136,14 @@ class Mark(Answer):
     text: str
 
 
-class Curves(Answer):
+class Curves(PageAnswer):
     """Curves of some metrics of some runs."""
 
     series: list[Series]
-    marks: list[Mark]
+    marks: list[CurveMark]
 
 
-class RolloutRow(Answer):
+class RolloutRow(PageAnswer):
     """A rollout in a list."""
 
     kind: Literal["train", "pending", "eval"]
@@ -165,7 +165,7 @@ class RolloutRow(Answer):
     failed: bool
 
 
-class Histogram(Answer):
+class Histogram(PageAnswer):
     """Counts of rewards between `edges`, which has one entry more than `counts`."""
 
     edges: list[float]
@@ -174,7 +174,7 @@ class Histogram(Answer):
     """The minimum and maximum value in each bin; empty for an empty bin."""
 
 
-class Rollouts(Answer):
+class RolloutPage(PageAnswer):
     """A page of the selected rollouts."""
 
     total: int
@@ -194,14 +194,14 @@ class Rollouts(Answer):
     damaged: list[str]
 
 
-class Call(Answer):
+class Call(PageAnswer):
     """A tool call."""
 
     name: str
     arguments: str
 
 
-class Message(Answer):
+class Message(PageAnswer):
     """One message of a conversation."""
 
     role: str
@@ -214,7 +214,7 @@ class Message(Answer):
     """Number of characters cut out of the middle of a long text."""
 
 
-class RolloutDetail(Answer):
+class RolloutDetail(PageAnswer):
     """One rollout in full."""
 
     row: RolloutRow
@@ -233,7 +233,7 @@ class RolloutDetail(Answer):
     has_tokens: bool
 
 
-class Signal(Answer):
+class Signal(PageAnswer):
     """A value of each trained token, and its scale in this rollout."""
 
     what: str
@@ -243,7 +243,7 @@ class Signal(Answer):
     """The distinct policy versions, ascending; empty for other signals."""
 
 
-class Tokens(Answer):
+class Tokens(PageAnswer):
     """A range of a rollout's tokens, with its training samples concatenated. Lists are aligned."""
 
     total: int
@@ -261,7 +261,7 @@ class Tokens(Answer):
     """What is missing, and why."""
 
 
-class TaskRow(Answer):
+class TaskRow(PageAnswer):
     """A task in the list of tasks."""
 
     env: str
@@ -275,7 +275,7 @@ class TaskRow(Answer):
     """The beginning of its prompt's last message."""
 
 
-class Tasks(Answer):
+class Tasks(PageAnswer):
     """A page of the tasks of a run."""
 
     total: int
@@ -284,7 +284,7 @@ class Tasks(Answer):
     damaged: list[str]
 
 
-class TaskVersion(Answer):
+class TaskVersion(PageAnswer):
     """A task's rollouts of one policy version."""
 
     version: int
@@ -294,7 +294,7 @@ class TaskVersion(Answer):
     rows: list[RolloutRow]
 
 
-class Task(Answer):
+class TaskDetail(PageAnswer):
     """One task over all versions."""
 
     env: str
@@ -307,7 +307,7 @@ class Task(Answer):
     """What is left out."""
 
 
-class Span(Answer):
+class LaneSpan(PageAnswer):
     """What a lane was doing from `begin` to `end`."""
 
     name: str
@@ -318,16 +318,16 @@ class Span(Answer):
     """The process or other thing that it waited for; empty if it worked."""
 
 
-class Lane(Answer):
+class Lane(PageAnswer):
     """A part of a process over time."""
 
     process: str
     name: str
     """Name of the part; empty for the process itself."""
-    spans: list[Span]
+    spans: list[LaneSpan]
 
 
-class Moment(Answer):
+class Moment(PageAnswer):
     """An event at one time."""
 
     kind: str
@@ -337,7 +337,7 @@ class Moment(Answer):
     step: int | None
 
 
-class Timeline(Answer):
+class LaneTimeline(PageAnswer):
     """Lanes between two times; `first` and `last` are those of the whole run."""
 
     begin: float
@@ -346,12 +346,12 @@ class Timeline(Answer):
     last: float
     lanes: list[Lane]
     moments: list[Moment]
-    quiet: list[Span]
+    quiet: list[LaneSpan]
     """Intervals in which no process worked."""
     note: str
 
 
-class Finding(Answer):
+class Finding(PageAnswer):
     """A problem with its evidence."""
 
     text: str
@@ -362,7 +362,7 @@ class Finding(Answer):
     files: list[str]
 
 
-class ProcessRow(Answer):
+class ProcessRow(PageAnswer):
     """A process of the run."""
 
     name: str
@@ -372,7 +372,7 @@ class ProcessRow(Answer):
     """The attempts that have a log."""
 
 
-class MachineRow(Answer):
+class MachineRow(PageAnswer):
     """A machine of a run on a cluster. Times are by this server's clock, and null for one that
     is not there."""
 
@@ -387,7 +387,7 @@ class MachineRow(Answer):
     processes: list[str]
 
 
-class Health(Answer):
+class Health(PageAnswer):
     """The diagnosis of `rl doctor RUN`."""
 
     state: State
@@ -398,7 +398,7 @@ class Health(Answer):
     machines: list[MachineRow]
 
 
-class Log(Answer):
+class Log(PageAnswer):
     """The end of a log."""
 
     lines: list[str]

@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 
 from rl.diagnosis.rollouts import Row, calls_of, contains, content_texts, num_prompt_messages, plain
-from rl.records.rollouts import ERROR, Rollout, Rollouts
+from rl.records.rollouts import ERROR, Rollouts, StoredRollout
 from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import visible
 from rl.view.explain import explanation
 from rl.view.responses import Call, Histogram, Message, RolloutDetail, RolloutRow
-from rl.view.responses import Rollouts as Page
+from rl.view.responses import RolloutPage as Page
 
 FACETS = ("env", "why", "outcome")
 MOST_WORDS = 100
@@ -92,11 +92,11 @@ def page(run: Run, wanted: Wanted) -> Page:
     def without(name: str) -> Rollouts:
         return everything.where(**{key: filters[key] for key in filters if key != name})
 
-    place = "version" if wanted.kind == "eval" else "step"
-    chosen = everything.where(**filters).sorted(place, descending=True)
+    order = "version" if wanted.kind == "eval" else "step"
+    chosen = everything.where(**filters).sorted(order, descending=True)
     if wanted.sort:
         chosen = chosen.sorted(wanted.sort, descending=wanted.descending)
-    rows: Sequence[Rollout] = chosen
+    rows: Sequence[StoredRollout] = chosen
     searched, complete = None, True
     if wanted.q or wanted.tool_errors:
         rows, searched, complete = search(chosen, wanted)
@@ -156,11 +156,11 @@ def histogram_of(rollouts: Rollouts) -> Histogram | None:
     return Histogram(edges=edges.tolist(), counts=counts.tolist(), ranges=ranges)
 
 
-def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[Rollout], int, bool]:
+def search(rollouts: Rollouts, wanted: Wanted) -> tuple[list[StoredRollout], int, bool]:
     """Returns the rollouts found, the number searched, and whether that were all. Stops after
     SEARCH_S, or at MOST_FOUND."""
     deadline, text = time.monotonic() + SEARCH_S, wanted.q.casefold()
-    hits, num_searched = list[Rollout](), 0
+    hits, num_searched = list[StoredRollout](), 0
     for rollout in rollouts:
         if time.monotonic() > deadline or len(hits) >= MOST_FOUND:
             return hits, num_searched, False
@@ -184,7 +184,7 @@ def has_tool_error(row: Row) -> bool:
     )
 
 
-def row_of(rollout: Rollout) -> RolloutRow:
+def row_of(rollout: StoredRollout) -> RolloutRow:
     """The row of a rollout in a list."""
     is_eval = rollout.kind == "eval"
     return RolloutRow(
@@ -224,7 +224,7 @@ def group_of(run: Run, which: "Which | RolloutRow") -> Rollouts:
     return group.sorted("rollout_id")
 
 
-def find(run: Run, which: Which) -> tuple[Rollout, Rollouts]:
+def find(run: Run, which: Which) -> tuple[StoredRollout, Rollouts]:
     """Finds a rollout and its group. Raises RunError if it does not exist."""
     group = group_of(run, which)
     number = {"episode" if which.kind == "eval" else "rollout_id": which.rollout}
@@ -234,7 +234,7 @@ def find(run: Run, which: Which) -> tuple[Rollout, Rollouts]:
     raise RunError(f"rollout {which.rollout} of {of} does not exist (any more)")
 
 
-def in_full(run: Run, rollout: Rollout, beside: Rollouts) -> RolloutDetail:
+def in_full(run: Run, rollout: StoredRollout, beside: Rollouts) -> RolloutDetail:
     """A rollout in full, with its group; see `find`. Raises RunError if its text is gone."""
     row, number = rollout.row, row_of(rollout)
     group = [row_of(other) for other in beside]

@@ -57,7 +57,7 @@ class Handlers:
         with self._reading(run) as opened:
             return curves.curves(run, opened, name, axis, begin, end)
 
-    def rollouts(self, wanted: Wanted) -> responses.Rollouts:
+    def rollouts(self, wanted: Wanted) -> responses.RolloutPage:
         """A page of rollouts."""
         return rollouts.page(self._library.run(wanted.run), wanted)
 
@@ -99,13 +99,13 @@ class Handlers:
             damaged=list(opened.damaged.values()),
         )
 
-    def task(self, run: str, env: str, task: int, kind: Kind = "train") -> responses.Task:
+    def task(self, run: str, env: str, task: int, kind: Kind = "train") -> responses.TaskDetail:
         """One task over all versions."""
         return tasks.one_task(self._library.run(run), kind, env, task)
 
     def timeline(
         self, run: str, begin: Number | None = None, end: Number | None = None
-    ) -> responses.Timeline:
+    ) -> responses.LaneTimeline:
         """What each process did between two times, by default in the newest minutes."""
         with self._reading([run]) as (opened,):
             return timeline.timeline(opened, begin, end)
@@ -132,7 +132,7 @@ class Route:
         signature = inspect.signature(method)
         _, *parameters = signature.parameters.values()
         self.name, self.method = method.__name__, method
-        self.gives: type[responses.Answer] = signature.return_annotation
+        self.gives: type[responses.PageAnswer] = signature.return_annotation
         self.is_whole = parameters != [] and parameters[0].annotation in (Wanted, Which)
         """Whether the method takes the query as one object."""
         fields = [

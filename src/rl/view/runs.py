@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rl.config.run import RLConfig
 from rl.config.stored import rl_dir_of
 from rl.diagnosis.disk import on_disk
 from rl.records.comparison import eval_points, setting_diffs
@@ -15,7 +16,7 @@ from rl.records.run import Run
 from rl.run_dir.metrics import source_files
 from rl.system.errors import RunError
 from rl.system.terminal import visible
-from rl.view.curves import Places
+from rl.view.curves import AxisPlaces
 from rl.view.library import Library
 from rl.view.responses import Comparison, EvalChange, Learned, RunRow
 from rl.view.timeline import extent
@@ -55,29 +56,28 @@ class RunList:
         return sorted(rows, key=lambda row: (row.state != "live", -row.changed))
 
     def _row(self, key: str) -> RunRow:
-        now, made = time.monotonic(), self.rows.get(key)
+        now = time.monotonic()
+        looks, since, row = self.rows.get(key, ((), 0.0, None))
         try:
-            if (
-                made
-                and made[0] == fingerprint(self.paths[key])
-                and (made[2].state != "live" or now - made[1] < LIVE_S)
-            ):
-                return made[2]
+            is_right = row and looks == fingerprint(self.paths[key])
+            if row and is_right and (row.state != "live" or now - since < LIVE_S):
+                return row
             run = self.library.run(key)
-            paths = self.paths[key] = watched(run)
-            looks = fingerprint(paths)
+            self.paths[key] = watched(run)
+            looks = fingerprint(self.paths[key])
         except DAMAGE as error:
             return unreadable(key, f"{type(error).__name__}: {error}")
         size, changed = self._bytes(key, run, now), max(looks)
-        if not run.reading.acquire(timeout=PATIENCE_S if made else -1):
-            return made[2]
+        if not run.reading.acquire(timeout=PATIENCE_S if row else -1):
+            assert row
+            return row
         try:
             row = run_row(key, run, size, changed)
         except DAMAGE as error:
             row = unreadable(key, f"{type(error).__name__}: {error}", size, changed)
         finally:
             run.reading.release()
-        self.rows[key] = (looks, now, row)
+        self.rows[key] = looks, now, row
         return row
 
     def _bytes(self, key: str, run: Run, now: float) -> int:
@@ -111,8 +111,9 @@ def fingerprint(paths: Sequence[Path]) -> tuple[float, ...]:
 def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     """The row of a run in the list."""
     try:
-        config, found = run.config, run.quick_diagnosis()
-        state, why = found.state, found.lasting  # without relative times, which do not stay true
+        config, diagnosis = run.config, run.quick_diagnosis()
+        # without relative times, which do not stay true
+        state, why = diagnosis.state, diagnosis.lasting
     except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
@@ -166,42 +167,36 @@ def stretches(values: np.ndarray) -> list[float | None]:
 
 def eval_changes(run: Run) -> list[EvalChange]:
     """The first and the newest mean reward of each evaluation."""
-    found, errors = [], run.eval_values("reward_mean_stderr")
+    changes, errors = [], run.eval_values("reward_mean_stderr")
     for name, means in run.eval_values().items():
         if means:
-            begin, end = min(means), max(means)
-            error = math.hypot(
-                *(errors.get(name, {}).get(version, 0.0) for version in (begin, end))
-            )
-            first, last = means[begin], means[end]
-            clear = abs(last - first) > 2 * error
-            found.append(
+            first, last = min(means), max(means)
+            error = math.hypot(*(errors.get(name, {}).get(at, 0.0) for at in (first, last)))
+            changes.append(
                 EvalChange(
                     name=name,
-                    first=first,
-                    last=last,
-                    first_version=begin,
-                    last_version=end,
-                    clear=clear,
+                    first=means[first],
+                    last=means[last],
+                    first_version=first,
+                    last_version=last,
+                    clear=abs(means[last] - means[first]) > 2 * error,
                 )
             )
-    return found
+    return changes
 
 
 def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
     """Compares runs: settings that differ, evaluations by version, and rewards."""
-    configs, faults, notes = [], [], []
+    configs, faults, notes = list[RLConfig | None](), list[str](), list[str]()
     for key, run in zip(keys, runs, strict=True):
+        configs.append(None)
         try:
-            notes += (
-                [f"{key}: {visible(str(run.origin))}; it began with what that run had learned"]
-                if run.origin
-                else []
-            )
-            configs.append(run.config)
+            if run.origin:
+                origin = visible(str(run.origin))
+                notes.append(f"{key}: {origin}; it began with what that run had learned")
+            configs[-1] = run.config
         except RunError as error:
             faults.append(f"{key}: {visible(str(error))}")
-            configs.append(None)
     return Comparison(
         settings=setting_diffs(configs),
         evals=eval_points(runs),
@@ -214,7 +209,7 @@ def compare(keys: Sequence[str], runs: Sequence[Run]) -> Comparison:
 def learned(runs: Sequence[Run]) -> list[Learned]:
     """The runs' rewards after equal numbers of rollouts, each a mean over the preceding SPAN."""
     curves = [
-        (Places(run, "rollouts")(steps), values)
+        (AxisPlaces(run, "rollouts")(steps), values)
         for run in runs
         for steps, values in [run.numbers.reward()]
     ]
@@ -232,12 +227,9 @@ def learned(runs: Sequence[Run]) -> list[Learned]:
     ]
 
 
-def mean_before(at: np.ndarray, values: np.ndarray, place: float, span: float) -> float | None:
-    """The mean of the values in the last `span` up to `place`, or at least the newest value up
+def mean_before(at: np.ndarray, values: np.ndarray, end: float, span: float) -> float | None:
+    """The mean of the values in the last `span` up to `end`, or at least the newest value up
     to it; None if there is none."""
-    before = values[at <= place]
-    return (
-        float(before[-max(1, int(((at > place - span) & (at <= place)).sum())) :].mean())
-        if len(before)
-        else None
-    )
+    is_before = at <= end
+    count = max(1, int((is_before & (at > end - span)).sum()))
+    return float(values[is_before][-count:].mean()) if is_before.any() else None

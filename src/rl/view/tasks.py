@@ -12,7 +12,7 @@ from rl.records.rollouts import Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.system.terminal import clip
-from rl.view.responses import Task, TaskRow, TaskVersion
+from rl.view.responses import TaskDetail, TaskRow, TaskVersion
 from rl.view.rollouts import messages_of, row_of
 
 SORTS = ("task", "rollouts", "first", "last", "change")
@@ -48,13 +48,12 @@ def ordered(
 
 def with_prompts(rollouts: Rollouts, rows: Sequence[TaskRow]) -> list[TaskRow]:
     """The rows with the beginning of their tasks' prompts, which are read from one rollout each."""
-    found = []
+    shown = []
     for row in rows:
-        text = "".join(
-            message.text for message in prompt_of(rollouts.where(env=row.env, task=row.task))[-1:]
-        )
-        found.append(msgspec.structs.replace(row, prompt=clip(" ".join(text.split()), SNIPPET)))
-    return found
+        prompt = prompt_of(rollouts.where(env=row.env, task=row.task))
+        words = prompt[-1].text.split() if prompt else []
+        shown.append(msgspec.structs.replace(row, prompt=clip(" ".join(words), SNIPPET)))
+    return shown
 
 
 def task_rows(rollouts: Rollouts) -> list[TaskRow]:
@@ -79,32 +78,30 @@ def by_task(
         of_env = np.flatnonzero(envs == env)
         order = of_env[np.lexsort((versions[of_env], numbers[of_env]))]
         cuts = np.flatnonzero(np.diff(numbers[order])) + 1
-        for own in np.split(order, cuts):
-            yield env, int(numbers[own[0]]), versions[own], rewards[own]
+        for rows in np.split(order, cuts):
+            yield env, int(numbers[rows[0]]), versions[rows], rewards[rows]
 
 
-def without_rollouts(run: Run, kind: str) -> dict[tuple[str, int], Task]:
+def without_rollouts(run: Run, kind: str) -> dict[tuple[str, int], TaskDetail]:
     """Every task by environment and number, with its versions, but without their rollouts and
     the prompt."""
-    rollouts = run.rollouts(kind)
-    found = {}
+    rollouts, every = run.rollouts(kind), {}
     for env, task, versions, rewards in by_task(rollouts, np.full(len(rollouts), True)):
         played, starts = np.unique(versions, return_index=True)
-        parts = dict(zip(played.tolist(), np.split(rewards, starts[1:]), strict=True))
-        without = len(parts.pop(NONE, ()))
-        shown = [
-            TaskVersion(version=version, mean=mean(part), count=len(part), rows=[])
-            for version, part in newest(parts)
-        ]
-        found[env, task] = Task(
+        by_version = dict(zip(played.tolist(), np.split(rewards, starts[1:]), strict=True))
+        without = len(by_version.pop(NONE, ()))
+        every[env, task] = TaskDetail(
             env=env,
             task=task,
             prompt=[],
-            versions=shown,
+            versions=[
+                TaskVersion(version=version, mean=mean(values), count=len(values), rows=[])
+                for version, values in newest(by_version)
+            ],
             without_version=without,
-            note=left_out(parts),
+            note=left_out(by_version),
         )
-    return found
+    return every
 
 
 def newest(versions: Mapping[int, Any]) -> list[tuple[int, Any]]:
@@ -138,7 +135,7 @@ def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> 
     )
 
 
-def one_task(run: Run, kind: str, env: str, task: int) -> Task:
+def one_task(run: Run, kind: str, env: str, task: int) -> TaskDetail:
     """One task over all versions. Raises RunError if it has no rollouts."""
     versions = run.task(env, task, kind)
     without = len(versions.pop(NONE, ()))
@@ -148,7 +145,7 @@ def one_task(run: Run, kind: str, env: str, task: int) -> Task:
         )
         raise RunError(f"task {task} of {env}: has no rollouts to show{failed}")
     shown = newest(versions)
-    return Task(
+    return TaskDetail(
         env=env,
         task=task,
         prompt=prompt_of(shown[-1][1]),

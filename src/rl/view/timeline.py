@@ -16,7 +16,7 @@ from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus
 from rl.system.errors import RunError
 from rl.system.terminal import digits
 from rl.view.curves import line_times
-from rl.view.responses import Lane, Moment, Span, Timeline
+from rl.view.responses import Lane, LaneSpan, LaneTimeline, Moment
 
 WINDOW_S = 600.0
 """The default interval: the newest ten minutes."""
@@ -48,7 +48,7 @@ DONE = {
 }
 
 
-def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
+def timeline(run: Run, begin: float | None, end: float | None) -> LaneTimeline:
     """The lanes between two times, by default of the newest WINDOW_S. Raises RunError if the
     interval is empty."""
     first, last = extent(run)
@@ -70,7 +70,7 @@ def timeline(run: Run, begin: float | None, end: float | None) -> Timeline:
     shown, note = longest(lanes)
     missing = "" if lanes or since == until else NO_SPANS
     known = known_until(recorded.spans, run.recording.counted, run.status)
-    return Timeline(
+    return LaneTimeline(
         begin=since,
         end=until,
         first=first,
@@ -109,7 +109,7 @@ def known_until(
     return known
 
 
-def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
+def quiet_times(recorded: Recorded, begin: float, end: float) -> list[LaneSpan]:
     """Intervals in which all processes only waited, and no request or rollout was under way.
     Empty if the run has no spans of inference."""
     if not any(done.process.startswith("inference") for done in recorded.spans):
@@ -124,7 +124,7 @@ def quiet_times(recorded: Recorded, begin: float, end: float) -> list[Span]:
     least, at, quiet = max(QUIET_S, QUIET_SHARE * (end - begin)), begin, []
     for first, last in [*sorted(working), (end, end)]:
         if (until := min(first, end)) - at >= least:
-            quiet.append(Span(name="quiet", begin=at, end=until, text="no process worked"))
+            quiet.append(LaneSpan(name="quiet", begin=at, end=until, text="no process worked"))
         at = max(at, last)
     return quiet
 
@@ -142,10 +142,10 @@ def extent(run: Run) -> tuple[float, float]:
 def recorded_lanes(spans: Sequence[Done]) -> tuple[list[Lane], str]:
     """The lanes of the recorded spans, at most LANES of one kind per process, and a sentence
     about what is left out."""
-    by_lane = defaultdict[tuple[str, str], list[Span]](list)
+    by_lane = defaultdict[tuple[str, str], list[LaneSpan]](list)
     for done, lane in spread(spans):
         by_lane[done.process, lane].append(
-            Span(
+            LaneSpan(
                 name=done.name,
                 begin=done.begin,
                 end=done.end,
@@ -190,7 +190,7 @@ def gauge_lanes(recorded: Recorded, end: float) -> list[Lane]:
             process=process,
             name=GAUGES[name],
             spans=[
-                Span(
+                LaneSpan(
                     name=f"level {round(value / most * LEVELS)}",
                     begin=at,
                     end=until,

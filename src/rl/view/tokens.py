@@ -87,16 +87,11 @@ def whole_rollout(batch: BatchTokens, group: int, rollout: int) -> Whole:
         for name in ("token_ids", "loss_mask")
     )
     by_sample = [signals_of(sample) for sample in samples]
-    found = {name: np.concatenate([signals[name] for signals in by_sample]) for name in SIGNALS}
-    found = {name: values for name, values in found.items() if np.isfinite(values[trained]).any()}
+    values = {name: np.concatenate([signals[name] for signals in by_sample]) for name in SIGNALS}
+    values = {name: array for name, array in values.items() if np.isfinite(array[trained]).any()}
     starts = [0, *np.cumsum([len(sample.token_ids) for sample in samples])[:-1].tolist()]
-    return Whole(
-        starts,
-        ids,
-        trained,
-        found,
-        {name: signal(name, values[trained]) for name, values in found.items()},
-    )
+    signals = {name: signal(name, array[trained]) for name, array in values.items()}
+    return Whole(starts, ids, trained, values, signals)
 
 
 def signal(name: str, values: np.ndarray) -> Signal:
@@ -113,28 +108,20 @@ def signal(name: str, values: np.ndarray) -> Signal:
 
 def signals_of(sample: Sample) -> dict[str, np.ndarray]:
     """The signals by name, each float [T], nan where there is no value."""
-    mask = sample.loss_mask
-    stopped = np.where(
-        sample.masked, 2, np.where(sample.clipped, 1, np.where(sample.stopped_later, 3, 0))
-    )
-    found = {
-        name: getattr(sample, name)
-        for name in (
-            "trainer_logprobs",
-            "logprobs",
-            "ratio",
-            "entropies",
-            "advantages",
-            "teacher_gap",
-        )
+    trained = sample.loss_mask
+    stopped = np.select([sample.masked, sample.clipped, sample.stopped_later], [2, 1, 3])
+    return {
+        "trainer_logprobs": sample.trainer_logprobs,
+        "logprobs": sample.logprobs,
+        "gap": sample.trainer_logprobs - sample.logprobs,
+        "ratio": sample.ratio,
+        "stopped": np.where(trained & sample.has_log, stopped, np.nan),
+        "entropies": sample.entropies,
+        "advantages": sample.advantages,
+        "teacher_gap": sample.teacher_gap,
+        "reference_gap": sample.trainer_logprobs - sample.reference_logprobs,
+        "versions": np.where(trained, sample.versions, np.nan),
     }
-    found["gap"] = sample.trainer_logprobs - sample.logprobs
-    found["reference_gap"] = sample.trainer_logprobs - sample.reference_logprobs
-    found["stopped"] = (
-        np.where(mask, stopped, np.nan) if sample.has_log else np.full(len(mask), np.nan)
-    )
-    found["versions"] = np.where(mask, sample.versions, np.nan)
-    return found
 
 
 def rounded(values: np.ndarray, digits: int) -> list[float | None]:

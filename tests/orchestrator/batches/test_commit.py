@@ -29,7 +29,7 @@ from rl.orchestrator.tasks.admission import InFlight
 from rl.orchestrator.tasks.task_source import MEMORY, UNPLAYED, EnvTasks, TaskRef, TaskSource
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics, source_files
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import RoleStatus, RunWarning
 from rl.system import faults
@@ -74,7 +74,7 @@ class KilledError(BaseException):
 
 
 class Dying:
-    """Replaces faults.Plan: the process dies at the k-th point that is reached."""
+    """Replaces faults.FaultPlan: the process dies at the k-th point that is reached."""
 
     def __init__(self, points: int):
         self.left = points
@@ -369,7 +369,7 @@ def test_the_batch_that_a_branch_begins_with_is_none_of_its_own_numbers(tmp_path
         now(one.pipeline.commit_full_batches())
         lines = read_metrics(files.metrics)
         assert [*lines] == ([] if life == 1 else [(1, "orchestrator")])
-        files.origin.write_bytes(msgspec.json.encode(Origin("x", step, 0.0, [])))
+        files.origin.write_bytes(msgspec.json.encode(BranchOrigin("x", step, 0.0, [])))
         for path in (files.metrics, *source_files(files.metrics)):
             path.unlink(missing_ok=True)
 

@@ -16,7 +16,7 @@ from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import StepClock
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
@@ -222,17 +222,6 @@ def test_what_inference_refuses(world, monkeypatch):
     assert asyncio.run(policy.load(policy.versions[4])) == 0.0 and policy.loaded == 3
 
 
-def test_damage_is_told_from_a_refusal_also_where_a_server_comes_back(world):
-    """Damage is fixed by a repair; a refusal of intact weights ends the run."""
-    servers = Servers(1)
-    _, _, policy = world(servers)
-    policy.loaded, policy.num_pins, servers.refusal = 4, 1, RefusedError(422, "tensor w is damaged")
-    with pytest.raises(
-        CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"
-    ):
-        asyncio.run(policy.reconcile())
-
-
 @pytest.mark.parametrize("after", [{2: 5}, {4: 5}, {1: 3, 4: 5, 6: 1}])
 def test_an_eval_is_wholly_of_its_version(world, after):
     """The server dies after some plays and comes back with other versions, newer and older."""
@@ -352,7 +341,7 @@ def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
     ]
     config = build(parse_args([*flags, "--max_steps", "80"]))
     config.run_dir.weights(37).mkdir(parents=True)
-    write_file(config.run_dir.origin, msgspec.json.encode(Origin("r", 37, 0.0, [])))
+    write_file(config.run_dir.origin, msgspec.json.encode(BranchOrigin("r", 37, 0.0, [])))
     servers = Servers(37)
     evaluator = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
     policy = ServedPolicy(servers, config.run_dir, str(tmp_path), evaluator, AsyncMock())

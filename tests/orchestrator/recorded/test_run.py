@@ -17,7 +17,7 @@ from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import Merger, read_metrics
-from rl.run_dir.origin import Origin
+from rl.run_dir.origin import BranchOrigin
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch
@@ -219,7 +219,7 @@ def test_rollouts_of_a_later_version_belong_to_a_branch(tmp_path, model):
     settings.run_dir.origin.write_text(
         json.dumps({"run": "x", "step": 3, "time": 0.0, "changes": []})
     )
-    assert Origin  # the file's form
+    assert BranchOrigin  # the file's form
     settings.run_dir.batches.mkdir()
     tasks = TaskState(next_group=0, issued={}, in_flight=[])
     write_batch(

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl.orchestrator.tasks import admission as admission_module
-from rl.orchestrator.tasks.admission import Admission, InFlight, Pace, Places, eligible
+from rl.orchestrator.tasks.admission import Admission, InFlight, Pace, PlaceCounts, eligible
 from rl.orchestrator.tasks.task_source import TaskRef
 
 ONE = {"a": 1.0}
@@ -17,52 +17,54 @@ def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, kept
 
 
 def test_as_much_as_the_batches_ahead_lack():
-    assert room(Places()) == ["a"]
-    assert room(Places(playing=Counter(a=8))) == []
-    assert room(Places(playing=Counter(a=8)), ahead=2) == ["a"]
-    assert room(Places(usable=Counter(a=4), playing=Counter(a=4))) == []
-    assert room(Places(usable=Counter(a=4), playing=Counter(a=4)), ahead=0) == []
+    assert room(PlaceCounts()) == ["a"]
+    assert room(PlaceCounts(playing=Counter(a=8))) == []
+    assert room(PlaceCounts(playing=Counter(a=8)), ahead=2) == ["a"]
+    assert room(PlaceCounts(usable=Counter(a=4), playing=Counter(a=4))) == []
+    assert room(PlaceCounts(usable=Counter(a=4), playing=Counter(a=4)), ahead=0) == []
 
 
 def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
-    assert room(Places(usable=Counter(a=1), dropped=Counter(a=7))) == ["a"]
+    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=7))) == ["a"]
     assert (
-        room(Places(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=3 * 8 - 8)))
+        room(
+            PlaceCounts(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=3 * 8 - 8))
+        )
         == []
     )
-    assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8 - 1))) == []
-    assert room(Places(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
-    assert room(Places(playing=Counter(a=7), dropped=Counter(a=3 * 8)), kept=0.1) == ["a"]
-    assert room(Places(playing=Counter(a=8), dropped=Counter(a=3 * 8)), kept=0.1) == []
-    assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8)), kept=0.1) == []
-    assert room(Places(usable=Counter(a=1), dropped=Counter(a=7)), max_refill=1) == []
-    assert room(Places(usable=Counter(a=1), dropped=Counter(a=3 * 8)), max_refill=4) == ["a"]
+    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8 - 1))) == []
+    assert room(PlaceCounts(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
+    assert room(PlaceCounts(playing=Counter(a=7), dropped=Counter(a=3 * 8)), kept=0.1) == ["a"]
+    assert room(PlaceCounts(playing=Counter(a=8), dropped=Counter(a=3 * 8)), kept=0.1) == []
+    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8)), kept=0.1) == []
+    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=7)), max_refill=1) == []
+    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8)), max_refill=4) == ["a"]
 
 
 def test_while_some_are_playing_the_refills_are_not_exceeded():
     """Regression: when all quick surplus groups were solved, 272 rollouts were played for a
     batch instead of 192."""
-    assert room(Places(playing=Counter(a=2), dropped=Counter(a=3 * 8 - 2))) == []
+    assert room(PlaceCounts(playing=Counter(a=2), dropped=Counter(a=3 * 8 - 2))) == []
 
 
 def test_as_many_are_started_as_will_be_needed():
     assert (
-        room(Places(playing=Counter(a=15)), kept=0.5) == ["a"]
-        and room(Places(playing=Counter(a=16)), kept=0.5) == []
+        room(PlaceCounts(playing=Counter(a=15)), kept=0.5) == ["a"]
+        and room(PlaceCounts(playing=Counter(a=16)), kept=0.5) == []
     )
-    assert room(Places(usable=Counter(a=6), playing=Counter(a=3)), kept=0.5) == ["a"]
-    assert room(Places(usable=Counter(a=6), playing=Counter(a=4)), kept=0.5) == []
+    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=3)), kept=0.5) == ["a"]
+    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=4)), kept=0.5) == []
     assert (
-        room(Places(playing=Counter(a=23)), kept=0.01) == ["a"]
-        and room(Places(playing=Counter(a=24)), kept=0.01) == []
+        room(PlaceCounts(playing=Counter(a=23)), kept=0.01) == ["a"]
+        and room(PlaceCounts(playing=Counter(a=24)), kept=0.01) == []
     )
-    assert room(Places(playing=Counter(a=9)), kept=0.5, max_refill=1) == []
+    assert room(PlaceCounts(playing=Counter(a=9)), kept=0.5, max_refill=1) == []
     # of 12, half of each
-    assert room(Places(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]
-    assert room(Places(playing=Counter(a=6, b=2)), TWO, kept=0.5) == ["b"]
+    assert room(PlaceCounts(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]
+    assert room(PlaceCounts(playing=Counter(a=6, b=2)), TWO, kept=0.5) == ["b"]
     # 7 are likely to be trained
-    assert room(Places(playing=Counter(a=4, b=5)), TWO, kept={"a": 0.5}) == ["a"]
-    assert room(Places(playing=Counter(a=4, b=6)), TWO, kept={"a": 0.5}) == []
+    assert room(PlaceCounts(playing=Counter(a=4, b=5)), TWO, kept={"a": 0.5}) == ["a"]
+    assert room(PlaceCounts(playing=Counter(a=4, b=6)), TWO, kept={"a": 0.5}) == []
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
@@ -77,23 +79,23 @@ def test_the_share_that_is_kept_is_that_of_the_newest_groups(max_lag):
 
 
 def test_an_environment_has_its_share_of_the_places():
-    assert room(Places(playing=Counter(a=4)), TWO) == ["b"]
-    assert room(Places(playing=Counter(a=3)), TWO) == ["a", "b"]
+    assert room(PlaceCounts(playing=Counter(a=4)), TWO) == ["b"]
+    assert room(PlaceCounts(playing=Counter(a=3)), TWO) == ["a", "b"]
 
 
 def test_an_environment_without_signal_does_not_take_all_replacements():
     # a has played its share, and all of it was dropped
-    solved = Places(usable=Counter(b=4), dropped=Counter(a=4))
+    solved = PlaceCounts(usable=Counter(b=4), dropped=Counter(a=4))
     assert room(solved, TWO) == ["a", "b"]
-    assert room(Places(usable=Counter(b=4), playing=Counter(a=2), dropped=Counter(a=4)), TWO) == [
-        "b"
-    ]
+    assert room(
+        PlaceCounts(usable=Counter(b=4), playing=Counter(a=2), dropped=Counter(a=4)), TWO
+    ) == ["b"]
 
 
 def test_a_slow_environment_plays_as_much_as_it_needs_and_does_not_hold_up_the_other():
-    assert room(Places(slow=Counter(b=30), usable=Counter(a=3)), TWO) == ["a", "b"]
+    assert room(PlaceCounts(slow=Counter(b=30), usable=Counter(a=3)), TWO) == ["a", "b"]
     # its share of max_in_flight is used up
-    assert room(Places(slow=Counter(b=50), usable=Counter(a=4)), TWO, cap=100) == ["a"]
+    assert room(PlaceCounts(slow=Counter(b=50), usable=Counter(a=4)), TWO, cap=100) == ["a"]
 
 
 def test_the_pace_is_that_of_the_environments_with_half_of_the_weight():

@@ -197,9 +197,9 @@ def test_groups_go_to_the_worker_that_has_the_fewest(tmp_path, monkeypatch):
             asyncio.create_task(pool.play("light", "train", task, 1, {"seconds": 0.3}, 0))
             for task in range(9)
         ]
-        while sum(worker.num_plays for worker in pool.workers.values()) < len(plays):
+        while sum(len(worker.sent) for worker in pool.workers.values()) < len(plays):
             await asyncio.sleep(0)
-        spread = [worker.num_plays for worker in pool.workers.values()]
+        spread = [len(worker.sent) for worker in pool.workers.values()]
         return spread, [(await play)[0].reward for play in plays]
 
     assert light_worker.run(tmp_path, monkeypatch, work, workers=3) == (

@@ -4,16 +4,12 @@ else."""
 import asyncio
 import contextlib
 import os
-import signal
-import subprocess
 
 import msgspec
 import psutil
 import pytest
 
-from rl.orchestrator.workers.pool import Worker, WorkerPool
-from rl.orchestrator.workers.pool_worker import lacking_remedy
-from rl.system import process_table
+from rl.orchestrator.workers.pool import PoolWorker, WorkerPool
 from rl.system.children import start
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
 from rl.wire.worker_messages import Ready
@@ -22,7 +18,7 @@ from tests.orchestrator.made import worker_setup
 GARBAGE = [b"garbage", b"", b"\x91" * 5000, b"\x82\xa4type\xaaLone\x85", b"\xdd\xff\xff\xff\xff"]
 
 
-def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> Worker:
+def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> PoolWorker:
     """Adds a worker to the pool whose process only sleeps."""
     child = start(
         name,
@@ -32,7 +28,7 @@ def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> Worker:
         new_session=False,
         marker=marker,
     )
-    pool.workers[f"{name}-0"] = Worker(worker_setup(name), child)
+    pool.workers[f"{name}-0"] = PoolWorker(worker_setup(name), child)
     return pool.workers[f"{name}-0"]
 
 
@@ -127,7 +123,7 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
     async def main() -> int:
         pool, streams = WorkerPool(tmp_path), []
         child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
-        pool.workers["a-0"] = Worker(worker_setup(), child)
+        pool.workers["a-0"] = PoolWorker(worker_setup(), child)
         before = psutil.Process().memory_info().rss
         try:
             for name in [b"a-0", b"nobody"] * 10:
@@ -144,27 +140,3 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
             await pool.close()
 
     assert asyncio.run(main()) < 64 << 20
-
-
-def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
-    """Also processes in their own session, such as tool servers, that the worker itself did not
-    end."""
-
-    async def main() -> int:
-        pool = WorkerPool(tmp_path)
-        marker = f"{os.getpid()}:pool:a-0:1"
-        sleeping_worker(pool, "a", marker)
-        server = subprocess.Popen(
-            ["sleep", "30"], env=os.environ | {process_table.MARKER: marker}, start_new_session=True
-        )
-        await pool.close()
-        return server.wait(40)
-
-    assert asyncio.run(main()) == -signal.SIGKILL
-
-
-def test_what_an_interpreter_of_ones_own_needs():
-    text = lacking_remedy("/opt/python")
-    assert text.startswith("`uv pip install --python /opt/python 'aiohttp") and text.endswith(
-        "package, and verifiers (classic: <0.4)"
-    )

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rl.config.command_line import build, parse_args
-from rl.config.trainer import TrainerConfig, WeightsConfig
+from rl.config.trainer import WeightsConfig
 from rl.diagnosis import disk
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.in_memory import make
@@ -17,7 +17,6 @@ from rl.run_dir.status import Phase
 from rl.system.errors import RunError
 from rl.trainer.data.prefetch import Prefetch
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.saver import Saver
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.wire.messages import Acknowledged
 from rl.wire.transport import Wait
@@ -199,31 +198,6 @@ def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
     assert "6 policy versions" in need.parts
 
 
-def test_an_older_version_is_deleted_once_the_newer_is_durable(tmp_path, monkeypatch):
-    client, run_dir, happened = Client(), RunDir(tmp_path, tmp_path / "weights"), []
-    client.release.set()
-
-    def durable(path):
-        time.sleep(0.1)
-        happened.append((str(path.relative_to(tmp_path)), sorted(numbered(run_dir.weights_dir))[0]))
-
-    monkeypatch.setattr("rl.trainer.store.publisher.make_durable", durable)
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
-    for version in (1, 2, 3, 4):
-        publisher.start(version, Empty(), checkpoints={})
-    publisher.finish()
-    oldest = {1: 1, 2: 1, 3: 1, 4: 2}
-    made = [
-        [
-            (f"digests/{version:06d}.json", oldest[version]),
-            (f"weights/{version:06d}", oldest[version]),
-        ]
-        for version in (1, 2, 3, 4)
-    ]
-    assert happened == [step for steps in made for step in steps]
-    assert list(numbered(run_dir.weights_dir)) == [3, 4]
-
-
 def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(
     tmp_path, monkeypatch
 ):
@@ -286,17 +260,6 @@ def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
             publisher.thread.raise_errors()
             time.sleep(0.05)
     publisher.finish()
-
-
-@pytest.mark.parametrize(("timeout_s", "deadline_s"), [(60, 3720), (3600, 7260), (7200, 10860)])
-def test_a_short_timeout_for_batches_is_none_for_disks(tmp_path, world, timeout_s, deadline_s):
-    """A version of 16 GB on a slow NFS takes minutes, and took them again after each restart."""
-    settings, run_dir = TrainerConfig(batch_timeout_s=timeout_s), RunDir(tmp_path, tmp_path)
-    publisher = Publisher(run_dir, settings.weights, None, Wait(settings.batch_timeout_s, nothing))
-    assert (
-        publisher.deadline_s == deadline_s
-        and Saver(run_dir, settings, world, 0).deadline_s == settings.patience_s == deadline_s + 540
-    )
 
 
 def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):

@@ -196,23 +196,6 @@ def test_a_version_that_is_trained_again_takes_along_what_follows_it_only_if_it_
     )
 
 
-def test_what_the_next_delta_is_made_of_is_not_deleted_before(tmp_path):
-    """In a resume with deltas of a run that had whole versions, which are newer by their
-    numbers."""
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
-    before, after = (
-        Training(tmp_path, run_dir, keep_last=2),
-        Training(tmp_path, run_dir, anchor_every=10, keep_last=2),
-    )
-    for _ in range(6):
-        before.publish((1,))
-    after.optimizer.param_groups[0]["lr"] = 1e-3
-    after.publish((1,))
-    for number in range(2, 7):
-        expected = after.step((1,))
-        assert same(Mirror().become(run_dir.weights(number)), expected), number
-
-
 def test_a_delta_can_be_loaded_where_a_model_is_wanted(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10)

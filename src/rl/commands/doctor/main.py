@@ -12,46 +12,36 @@ from rl.commands.doctor.machine import machine_checks
 from rl.commands.options import load, open_run, usage
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import Option, take
+from rl.config.options import options, take
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.run_dir.status import RunEnd, read_json
 
-OPTIONS = (
-    Option(
-        "no-smoke",
-        "",
-        "skip the two real processes: a vLLM server and a training step on a tiny random model",
-    ),
-    Option("json", "", "print the result as JSON"),
-    Option(
-        "verify",
-        "",
-        "with RUN: verify every byte of its batches, checkpoints, weights and examples",
-    ),
-    Option(
-        "parity",
-        "MODEL",
-        "compare trainer and inference on this model (a folder, or an id on the hub)",
-    ),
-    Option("tokens", "N", "with --parity: tokens of each sample; default: 64"),
-    Option("dtype", "float32|bfloat16", "with --parity: check only this dtype; default: both"),
-)
+OPTIONS = options("""
+no-smoke: skip the two real processes: a vLLM server and a training step on a tiny random model
+json: print the result as JSON
+verify: with RUN: verify every byte of its batches, checkpoints, weights and examples
+parity MODEL: compare trainer and inference on this model (a folder, or an id on the hub)
+tokens N: with --parity: tokens of each sample; default: 64
+dtype float32|bfloat16: with --parity: check only this dtype; default: both
+""")
 HELP = usage(
-    "usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...\n\n"
-    "  rl doctor                   checks this machine before a run: versions, cores, "
-    "memory, disk, ports, locks, GPUs, and a five-second\n"
-    "                              vLLM server and training step (with their start: a minute)\n"
-    "  rl doctor @ run.toml        the same, and this configuration: model, environments, "
-    "engine arguments, devices, disk\n"
-    "  rl doctor RUN               diagnoses a run, alive or dead: what each process waits "
-    "for, and why its reward does not rise;\n"
-    "                              RUN is its directory, or its name under outputs/\n"
-    "  rl doctor --parity MODEL    samples from the model through inference, at two "
-    "temperatures, scores the same tokens with the\n"
-    "                              trainer's code, prints how much they differ, and the "
-    "likely cause\n\n"
-    "Exit code 0: no problems; 1: a problem was found, and the output has the remedy.",
+    """\
+usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...
+
+  rl doctor                   checks this machine before a run: versions, cores, memory, disk,
+                              ports, locks, GPUs, and a five-second
+                              vLLM server and training step (with their start: a minute)
+  rl doctor @ run.toml        the same, and this configuration: model, environments, engine
+                              arguments, devices, disk
+  rl doctor RUN               diagnoses a run, alive or dead: what each process waits for, and why
+                              its reward does not rise;
+                              RUN is its directory, or its name under outputs/
+  rl doctor --parity MODEL    samples from the model through inference, at two temperatures, scores
+                              the same tokens with the
+                              trainer's code, prints how much they differ, and the likely cause
+
+Exit code 0: no problems; 1: a problem was found, and the output has the remedy.""",
     OPTIONS,
 )
 NOT_PLAYED = ("orchestrator.environment", "orchestrator.sampling.max_tokens")

@@ -16,12 +16,12 @@ PROMPTS, TOKENS = 4, 32
 
 def first_of_groups(batch: Path) -> list[TrainingSample]:
     """Returns the first sample of each of the first PROMPTS groups in a batch file."""
-    found: dict[int, TrainingSample] = {}
+    first: dict[int, TrainingSample] = {}
     for sample in samples_of(batch):
-        found.setdefault(sample.group_id, sample)
-        if len(found) == PROMPTS:
+        first.setdefault(sample.group_id, sample)
+        if len(first) == PROMPTS:
             break
-    return [*found.values()]
+    return [*first.values()]
 
 
 async def probe(

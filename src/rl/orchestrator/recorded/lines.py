@@ -3,7 +3,6 @@ rollout. Checks everything that could train something else than what was sampled
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -36,7 +35,7 @@ class RecordedTurn(msgspec.Struct, kw_only=True):
     routes: bytes = b""
 
 
-class Line(msgspec.Struct, kw_only=True):
+class RecordedLine(msgspec.Struct, kw_only=True):
     """One rollout."""
 
     reward: float | None
@@ -88,34 +87,27 @@ class Line(msgspec.Struct, kw_only=True):
     def prompt(self) -> Any:
         """What tells the task of a rollout without a name for it."""
         if self.messages:
-            first = next(
-                (
-                    i
-                    for i, message in enumerate(self.messages)
-                    if message.get("role") == "assistant"
-                ),
-                None,
-            )
-            return self.messages[
-                : first if self.num_prompt_messages is None else self.num_prompt_messages
-            ]
+            roles = [message.get("role") for message in self.messages]
+            first = roles.index("assistant") if "assistant" in roles else None
+            end = first if self.num_prompt_messages is None else self.num_prompt_messages
+            return self.messages[:end]
         return self.turns[0].prompt_ids if self.turns else None
 
 
-def parse(row: dict[str, Any], place: str) -> Line:
+def parse(row: dict[str, Any], where: str) -> RecordedLine:
     """Returns a line's fields. Raises RunError that names the field."""
     if "rollout_id" in row:  # of a run's own rollouts
         row = {"sample": row.get("episode")} | row
     try:
-        line = msgspec.convert(row, Line)
+        line = msgspec.convert(row, RecordedLine)
     except msgspec.ValidationError as error:
-        raise RunError(f"{place}: {error}; docs/recorded.md has the form of a line") from None
-    for name in Line.__struct_fields__:
+        raise RunError(f"{where}: {error}; docs/recorded.md has the form of a line") from None
+    for name in RecordedLine.__struct_fields__:
         try:
             msgspec.json.encode(getattr(line, name))
         except (ValueError, RecursionError) as error:  # half of a surrogate pair, say
             raise RunError(
-                f"{place}: {name}: cannot be written again ({error}); correct it, or leave "
+                f"{where}: {name}: cannot be written again ({error}); correct it, or leave "
                 "the line out"
             ) from None
     return line
@@ -136,42 +128,41 @@ class Converter:
         self.counts: Counter[str] = Counter()
         self.renderer: Any = None
 
-    def rollout(self, line: Line, place: str) -> Rollout:
-        """Returns a line's rollout. Raises RunError that names the place and the field."""
+    def rollout(self, line: RecordedLine, where: str) -> Rollout:
+        """Returns a line's rollout. Raises RunError that names the line and the field."""
         error = line.failure
         if line.reward is None and not error:
             raise RunError(
-                f"{place}: reward: null, but the rollout did not fail; give a number, or "
+                f"{where}: reward: null, but the rollout did not fail; give a number, or "
                 "leave the line out"
             )
-        turns = [] if error else self.rendered(line, place) if line.turns is None else line.turns
-        made = Turns.of(self.turn(turn, f"{place}: turns[{i}]") for i, turn in enumerate(turns))
-        if any(turn.logprobs is None for turn in turns):
+        recorded = line.turns
+        if error or recorded is None:
+            recorded = [] if error else self.rendered(line, where)
+        turns = [self.turn(turn, f"{where}: turns[{i}]") for i, turn in enumerate(recorded)]
+        has_logprobs = any(turn.logprobs is not None for turn in recorded)
+        if any(turn.logprobs is None for turn in recorded):
             self.counts[
                 "have no log-probabilities: no ratio to their sampler is computed, and no "
                 "mask on it acts on them"
             ] += 1
-        if any(turn.policy_versions is None for turn in turns):
+        if any(turn.policy_versions is None for turn in recorded):
             self.counts[
                 "do not say which version sampled them: their lag is neither counted nor bounded"
             ] += 1
-            if (
-                line.is_trainable
-                and line.temperature is None
-                and any(turn.logprobs is not None for turn in turns)
-            ):
+            if line.is_trainable and line.temperature is None and has_logprobs:
                 self.counts[
                     "have log-probabilities, but neither temperature nor versions: nothing "
                     "compares them with the trainer's"
                 ] += 1
         rollout = Rollout(
-            turns=made,
+            turns=Turns.of(turns),
             text=line.messages,
             num_prompt_messages=line.num_prompt_messages,
             reward=line.reward or 0.0,
             metrics=line.metrics,
             stop=line.stop,
-            truncated=line.truncated or any(turn.finish_reason == "length" for turn in turns),
+            truncated=line.truncated or any(turn.finish_reason == "length" for turn in recorded),
             overlong=line.outcome == "overlong",
             error=error,
             cause=("timeout" if line.outcome == "timeout" else "environment") if error else None,
@@ -179,14 +170,14 @@ class Converter:
             trainable=line.is_trainable,
         )
         if fault := unfit(rollout):
-            raise RunError(f"{place}: {fault}")
+            raise RunError(f"{where}: {fault}")
         return rollout
 
-    def turn(self, turn: RecordedTurn, place: str) -> Turn:
+    def turn(self, turn: RecordedTurn, where: str) -> Turn:
         """Returns a checked turn. Raises RunError."""
         count = len(turn.completion_ids)
         if fault := self.fault(turn):
-            raise RunError(f"{place}.{fault}")
+            raise RunError(f"{where}.{fault}")
         try:
             return Turn.of(
                 turn.prompt_ids,
@@ -199,40 +190,33 @@ class Converter:
                 routes=turn.routes,
             )
         except ValueError as error:
-            raise RunError(f"{place}: {error}") from None
+            raise RunError(f"{where}: {error}") from None
 
     def fault(self, turn: RecordedTurn) -> str:
         """Names the first field of a turn that cannot be trained, and the remedy; empty if there
         is none."""
-        limit = self.vocabulary or MAX_IDS
+        limit, loss = self.vocabulary or MAX_IDS, self.config.trainer.loss
         for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
-            if ids and not (min(ids) >= 0 and max(ids) < limit):
-                place, id = next((i, id) for i, id in enumerate(ids) if not 0 <= id < limit)
-                return (
-                    f"{name}[{place}]: {id} is not in the model's vocabulary of {limit}: was it "
-                    "recorded with another model?"
-                )
-        if (
-            length := len(turn.prompt_ids) + len(turn.completion_ids)
-        ) > self.config.model.max_model_len:
+            for i, id in enumerate(ids if ids and not 0 <= min(ids) <= max(ids) < limit else ()):
+                if not 0 <= id < limit:
+                    return (
+                        f"{name}[{i}]: {id} is not in the model's vocabulary of {limit}: was it "
+                        "recorded with another model?"
+                    )
+        num_tokens = len(turn.prompt_ids) + len(turn.completion_ids)
+        if num_tokens > self.config.model.max_model_len:
             return (
-                f"completion_ids: ends after {length} tokens, but model.max_model_len = "
+                f"completion_ids: ends after {num_tokens} tokens, but model.max_model_len = "
                 f"{self.config.model.max_model_len}: raise it"
             )
-        loss = self.config.trainer.loss
         if turn.logprobs is None and weighs_by_sampler(loss):
-            of_loss = (
-                "trainer.loss.importance = none"
-                if loss.type == "policy_gradient"
-                else "type = policy_gradient, importance = none"
-            )
-            remedy = (
-                f"record them, or choose a loss without: {of_loss}, or trainer.loss.type = "
-                "cross_entropy"
-            )
+            change = "trainer.loss.importance = none"
+            if loss.type != "policy_gradient":
+                change = "type = policy_gradient, importance = none"
             return (
                 f"logprobs: missing, and trainer.loss.type = {loss.type} weighs tokens by them: "
-                f"{remedy}"
+                f"record them, or choose a loss without: {change}, or trainer.loss.type = "
+                "cross_entropy"
             )
         for i, logprob in enumerate(turn.logprobs or ()):
             if not -math.inf < logprob <= MOST_LIKELY:
@@ -249,7 +233,7 @@ class Converter:
             return "policy_versions: a version is 0, the model that the run begins with, or more"
         return ""
 
-    def rendered(self, line: Line, place: str) -> list[RecordedTurn]:
+    def rendered(self, line: RecordedLine, where: str) -> list[RecordedTurn]:
         """Returns the turns of a rollout that is only text, with the ids that our renderer gives
         it. Raises RunError."""
         if line.truncated or line.outcome in ("truncated", "overlong", "empty"):
@@ -257,7 +241,7 @@ class Converter:
                 "are truncated and have no token ids: they are not trained, but their rewards count"
             ] += 1
             return []
-        answers = list(self.answers(line, place))
+        answers = self.answers(line, where)
         try:
             self.renderer = self.renderer or load_renderer(
                 self.model_path,
@@ -272,29 +256,25 @@ class Converter:
                     raise RunError(lost)
                 turns.append(RecordedTurn(prompt_ids=prompt, completion_ids=answer))
         except RunError as error:
-            raise RunError(f"{place}: messages: {error}") from None
+            raise RunError(f"{where}: messages: {error}") from None
         self.counts["have no token ids: their messages were rendered and tokenised anew"] += 1
         return turns
 
-    def answers(self, line: Line, place: str) -> Iterable[int]:
+    def answers(self, line: RecordedLine, where: str) -> list[int]:
         """Returns the indices of the messages that the policy wrote. Raises RunError."""
         if not line.messages:
             raise RunError(
-                f"{place}: has neither turns nor messages; docs/recorded.md has the form of a line"
+                f"{where}: has neither turns nor messages; docs/recorded.md has the form of a line"
             )
+        answers, first = list[int](), line.num_prompt_messages or 0
         for i, message in enumerate(line.messages):
-            if not isinstance(message.get("role"), str):
-                raise RunError(f"{place}: messages[{i}].role: missing")
-        first = line.num_prompt_messages or 0
-        found = [
-            i
-            for i, message in enumerate(line.messages)
-            if i >= first and message.get("role") == "assistant" and has_content(message)
-        ]
-        if line.num_turns and line.num_turns < len(found):
-            remedy = "record token ids (turns)"
+            if not isinstance(role := message.get("role"), str):
+                raise RunError(f"{where}: messages[{i}].role: missing")
+            if i >= first and role == "assistant" and has_content(message):
+                answers.append(i)
+        if line.num_turns and line.num_turns < len(answers):
             raise RunError(
-                f"{place}: the policy sampled {line.num_turns} of its {len(found)} answers, "
-                f"and nothing says which: {remedy}"
+                f"{where}: the policy sampled {line.num_turns} of its {len(answers)} answers, "
+                "and nothing says which: record token ids (turns)"
             )
-        return found
+        return answers

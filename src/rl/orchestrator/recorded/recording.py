@@ -13,7 +13,7 @@ import msgspec
 
 from rl.config.run import RLConfig
 from rl.models.folder import vocab_size
-from rl.orchestrator.recorded.lines import Converter, Line, parse
+from rl.orchestrator.recorded.lines import Converter, RecordedLine, parse
 from rl.orchestrator.recorded.verifiers_rows import lines_of
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
@@ -28,7 +28,7 @@ EXAMPLE = (
 
 
 @dataclass
-class Recording:
+class RecordedRollouts:
     """The rollouts of one or several files."""
 
     groups: list[Group] = field(default_factory=list)
@@ -46,8 +46,8 @@ class Recording:
 
 def files_of(pattern: str) -> list[Path]:
     """Returns the files of recorded.rollouts. Raises RunError if there is none."""
-    found = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern)))
-    files = [path for path in found if path.is_file() and path.name != PENDING_ROLLOUTS]
+    paths = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern)))
+    files = [path for path in paths if path.is_file() and path.name != PENDING_ROLLOUTS]
     if not files:
         raise RunError(
             f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or "
@@ -59,19 +59,19 @@ def files_of(pattern: str) -> list[Path]:
 def digests(files: list[Path]) -> dict[str, str]:
     """Returns the SHA-256 of each file, by path. Raises RunError for a damaged file of another
     run's rollouts."""
-    found = {}
+    sums = {}
     for path in files:
         check_given(path)
         with path.open("rb") as file:
-            found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+            sums[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
 
 
-def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
+def read(config: RLConfig, model_path: str, first_group: int) -> RecordedRollouts:
     """Reads the files. Group ids count from `first_group`. Raises RunError with file, line and
     field of the first fault."""
     assert config.recorded
-    recording, files = Recording(), files_of(config.recorded.rollouts)
+    recording, files = RecordedRollouts(), files_of(config.recorded.rollouts)
     convert = Converter(config, model_path, vocab_size(Path(model_path)))
     groups: dict[Any, Group] = {}
     tasks: dict[tuple[str, Any], int] = {}
@@ -79,8 +79,8 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
     heats: dict[int, tuple[float, str]] = {}
     prompts: dict[tuple[int, str, bool], Any] = {}
     for path in files:
-        for place, row in json_objects(path, EXAMPLE):
-            for line in parsed(row, place):
+        for where, row in json_objects(path, EXAMPLE):
+            for line in parsed(row, where):
                 task = line.prompt if line.task is None else line.task
                 key = msgspec.json.encode(
                     [
@@ -100,15 +100,15 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
                         group_id=first_group + len(groups), env=line.env, task=number, rollouts=[]
                     )
                 if line.is_trainable and not line.failure:
-                    heat = temperature(line, config, place)
-                    group.temperature, first = heats.setdefault(group.group_id, (heat, place))
+                    heat = temperature(line, config, where)
+                    group.temperature, first = heats.setdefault(group.group_id, (heat, where))
                     if heat != group.temperature:
                         why = (
                             f"not that of {first}, a rollout of the same task; give them "
                             "different group_ids"
                         )
-                        raise RunError(f"{place}: temperature: {why}")
-                rollout = convert.rollout(line, place)
+                        raise RunError(f"{where}: temperature: {why}")
+                rollout = convert.rollout(line, where)
                 if line.prompt != prompts.setdefault(
                     (group.group_id, line.agent, bool(line.messages)), line.prompt
                 ):
@@ -116,14 +116,17 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
                         "have another prompt than the first of their task: give rows of "
                         "several environments their `env`"
                     ] += 1
-                whose = (group.group_id, place if line.sample is None else (str(path), line.sample))
-                episode = episodes.setdefault(
-                    whose, Episode(len({one.episode for one in group.rollouts}))
+                key_of_episode = (
+                    group.group_id,
+                    where if line.sample is None else (str(path), line.sample),
                 )
-                episode.add(line, place)
+                episode = episodes.setdefault(
+                    key_of_episode, Episode(len({rollout.episode for rollout in group.rollouts}))
+                )
+                episode.add(line, where)
                 rollout.episode = episode.number
                 group.rollouts.append(rollout)
-                recording.places.setdefault(group.group_id, []).append(place)
+                recording.places.setdefault(group.group_id, []).append(where)
     recording.groups, recording.counts = list(groups.values()), convert.counts
     if not groups:
         raise RunError(
@@ -132,31 +135,31 @@ def read(config: RLConfig, model_path: str, first_group: int) -> Recording:
     return recording
 
 
-def parsed(row: dict[str, Any], place: str) -> list[Line]:
+def parsed(row: dict[str, Any], where: str) -> list[RecordedLine]:
     """Returns the rollouts of a row. Raises RunError."""
     try:
         lines = list(lines_of(row))
     except RunError as error:
-        raise RunError(f"{place}: {error}") from None
+        raise RunError(f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise RunError(
-            f"{place}: not as verifiers writes it ({type(error).__name__}: {error}); save it again"
+            f"{where}: not as verifiers writes it ({type(error).__name__}: {error}); save it again"
         ) from None
-    return [parse(line, place) for line in lines]
+    return [parse(line, where) for line in lines]
 
 
-def temperature(line: Line, config: RLConfig, place: str) -> float:
+def temperature(line: RecordedLine, config: RLConfig, where: str) -> float:
     """Returns the temperature at which a rollout was sampled. Raises RunError for one at which
     nothing can be trained."""
-    found = (
+    heat = (
         config.orchestrator.sampling.temperature if line.temperature is None else line.temperature
     )
-    if not 0 < found < math.inf:
+    if not 0 < heat < math.inf:
         raise RunError(
-            f"{place}: temperature: {found} is not a finite number above 0, at which the "
+            f"{where}: temperature: {heat} is not a finite number above 0, at which the "
             "trainer can score its tokens"
         )
-    return found
+    return heat
 
 
 class Episode:
@@ -165,16 +168,16 @@ class Episode:
     def __init__(self, number: int):
         self.number, self.size = number, 0
         self.firsts: dict[tuple[str, int | str | None], str] = {}
-        """(agent, rollout_id) -> place of the first line."""
+        """(agent, rollout_id) -> where of the first line."""
 
-    def add(self, line: Line, place: str) -> None:
+    def add(self, line: RecordedLine, where: str) -> None:
         """Raises RunError for a second line of the same rollout. Rows of verifiers, and episodes
         that say how many lines they have, may have several of one agent."""
-        first = self.firsts.setdefault((line.agent, line.rollout_id), place)
-        if first != place and self.size >= line.agents:
+        first = self.firsts.setdefault((line.agent, line.rollout_id), where)
+        if first != where and self.size >= line.agents:
             remedy = "did two programs write the file? Give each rollout a sample of its own"
             raise RunError(
-                f"{place}: sample: {line.sample!r} of agent {line.agent!r} is in {first} "
+                f"{where}: sample: {line.sample!r} of agent {line.agent!r} is in {first} "
                 f"already; {remedy}"
             )
         self.size += 1

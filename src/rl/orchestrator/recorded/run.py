@@ -20,7 +20,7 @@ from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.groups.group_credit import credit_group, rules_of
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
-from rl.orchestrator.recorded.recording import Recording, digests, files_of, read
+from rl.orchestrator.recorded.recording import RecordedRollouts, digests, files_of, read
 from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.access_token import run_token
 from rl.run_dir.files import write_file
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 class RecordedRun:
     """Commits batches of recorded groups as the trainer needs them."""
 
-    def __init__(self, config: RLConfig, recording: Recording, status: Status):
+    def __init__(self, config: RLConfig, recording: RecordedRollouts, status: Status):
         self.config, self.recording, self.status = config, recording, status
         self.run_dir, self.settings = config.run_dir, config.orchestrator
         envs = {env.label: env for env in self.settings.environment}
@@ -116,9 +116,9 @@ class RecordedRun:
                 return
             for group in self.recording.groups[start:end]:
                 places = self.recording.places[group.group_id]
-                for place, rollout in zip(places, group.rollouts, strict=True):
+                for where, rollout in zip(places, group.rollouts, strict=True):
                     if group.why is None and (fault := self.version_fault(step, rollout.versions)):
-                        raise RunError(f"{place}: policy_versions: {fault}")
+                        raise RunError(f"{where}: policy_versions: {fault}")
             start = end
 
     def version_fault(self, step: int, versions: list[int]) -> str:

@@ -73,7 +73,7 @@ class Pace:
 
 
 @dataclass
-class Places:
+class PlaceCounts:
     """Number of episodes in each state, by environment."""
 
     usable: Counter[str] = field(default_factory=Counter)
@@ -104,7 +104,7 @@ class InFlight:
 
 def eligible(
     shares: dict[str, float],
-    places: Places,
+    places: PlaceCounts,
     batch_size: int,
     batches_ahead: int,
     max_in_flight: int,
@@ -166,10 +166,10 @@ class Admission:
             shares[env] = (sum(newest) + lacking) / (len(newest) + lacking)
         return shares
 
-    def places(self, finished: Iterable[Group]) -> Places:
+    def places(self, finished: Iterable[Group]) -> PlaceCounts:
         """Counts the episodes of each environment by state; `finished` are the groups that no
         batch has used yet."""
-        places, now = Places(), time.monotonic()
+        places, now = PlaceCounts(), time.monotonic()
         for group in finished:
             if group.why != "surplus":  # surplus groups belong to the previous batch
                 kind = places.usable if group.why is None else places.dropped
@@ -181,7 +181,7 @@ class Admission:
             kind[play.ref.env] += play.episodes
         return places
 
-    def eligible(self, places: Places, batches_ahead: int) -> list[str]:
+    def eligible(self, places: PlaceCounts, batches_ahead: int) -> list[str]:
         """Returns the environments from which a group may be started, by the lag bound, the
         run's end, the refill limit and the shares."""
         if self.source.retry and batches_ahead > 0:

@@ -2,9 +2,10 @@
 groups they had.
 
 A group that kills its worker must not take others down with it. One death says little, since
-machines fail too: the worker's groups are resumed together. Groups in flight at MAX_KILLS - 1
-deaths are suspects: each is played alone, so that the next death has a single cause, and only that
-group is given up. Once no suspects are left, groups are played together again.
+machines fail too: the worker's groups are resumed together, by whichever worker is up first.
+Groups in flight at MAX_KILLS - 1 deaths are suspects: each is played alone, so that the next death
+has a single cause, and only that group is given up. Once no suspects are left, groups are played
+together again.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import os
 import signal
 import tempfile
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,9 @@ from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
     MAX_KILLS,
     EnvLostError,
-    Play,
-    Worker,
-    count_death,
-    kill_if_due,
-    wait_described,
+    GroupPlay,
+    PoolWorker,
+    kill_reason,
     wait_ready,
 )
 from rl.orchestrator.workers.validate_played import validate_played
@@ -84,7 +83,9 @@ class WorkerPool:
             prefix="rl-workers-", dir=socket_base(SOCKET_ROOM)
         )
         self.address = f"{self.directory.name}/pool"
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, PoolWorker] = {}
+        self.waiting: dict[str, deque[GroupPlay]] = defaultdict(deque)
+        """Groups that no worker has, by environment; suspects first."""
         self.launcher = WorkerLauncher()
         self.sandbox = WorkerSandbox(Path(self.directory.name), log_dir.parent, self._watch)
         self.scores_groups: dict[str, bool] = {}
@@ -124,19 +125,19 @@ class WorkerPool:
                 await self.launcher.copy(setup.python)
                 self.start(setup)
 
-    def start(self, setup: WorkerSetup, warm: bool = True) -> Worker:
+    def start(self, setup: WorkerSetup, warm: bool = True) -> PoolWorker:
         """Starts a worker process, if `warm` from a copy of another one where there is one."""
         self.num_started += 1
         marker = f"{os.getpid()}:pool:{setup.worker_id}:{self.num_started}"
         setup_path = Path(self.directory.name) / f"{setup.worker_id}.json"
         log = self.log_dir / f"worker-{setup.worker_id}.log"
-        given, sandbox = self.sandbox.enter(setup, setup_path)
-        self.workers[setup.worker_id] = Worker(
-            setup, self.launcher.start(given, setup_path, log, marker, warm, sandbox)
+        seen, sandbox = self.sandbox.enter(setup, setup_path)
+        self.workers[setup.worker_id] = PoolWorker(
+            setup, self.launcher.start(seen, setup_path, log, marker, warm, sandbox)
         )
         return self.workers[setup.worker_id]
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: PoolWorker) -> None:
         """Kills the processes that a dead worker left, and reaps it. Spares other workers: they
         may be its copies and have its marker."""
         others = {
@@ -186,56 +187,54 @@ class WorkerPool:
         if not task.cancelled() and (error := task.exception()) and not self.failed.done():
             self.failed.set_exception(error)
 
-    async def _revive(self, worker: Worker, timeout_s: float) -> None:
-        """Loop. Waits for a worker's death, kills the processes it left, and starts a new one with
-        its groups.
+    async def _revive(self, worker: PoolWorker, timeout_s: float) -> None:
+        """Loop. Waits for a worker's death, kills the processes it left, gives its groups back,
+        and starts a new one.
 
-        If that does not come up, its groups go to the environment's other workers; while one of
-        these is up, this does not count as a death of the environment.
+        If that does not come up, while another of the environment's workers is up, this does not
+        count as a death of the environment.
         """
-        failed_starts = 0
+        env, num_failed = worker.setup.env.name, 0
         while True:
-            code, env = await worker.child.wait_async(), worker.setup.env.name
+            code = await worker.child.wait_async()
             self._end(worker)
             reason = worker.kill_reason or f"it ended with code {code}"
             worker.fail_descriptions(reason)
             if env in self.lost:
                 return
-            if not (failed_starts and await self._hand_over(worker)):
+            workers = self._workers_of(env)
+            if not (num_failed and any(other.is_up for other in workers)):
                 self.barren[env] += 1
-            if self.barren[env] >= BARREN_DEATHS * len(self._workers_of(env)):
-                deaths = (
-                    f"its workers died {self.barren[env]} times and finished nothing in between; "
-                    f"the last time: {reason}"
+            num_deaths = self.barren[env]
+            if num_deaths >= BARREN_DEATHS * len(workers):
+                return self._lose(
+                    env,
+                    f"its workers died {num_deaths} times and finished nothing in between; the "
+                    f"last time: {reason} (output: {worker.child.log})",
                 )
-                return self._lose(env, f"{deaths} (output: {worker.child.log})")
             self.on_death(
                 env,
                 f"worker {worker.setup.worker_id} is restarted: {reason} (its output: "
                 f"{worker.child.log})",
             )
-            await asyncio.sleep(
-                RestartPolicy(RESTART_S, RESTART_LIMIT_S).delay_s(
-                    max(self.barren[env], failed_starts)
-                )
-                or 0.0
-            )
-            count_death(worker, reason)
+            self._take_back(worker, reason)
+            delay_s = RestartPolicy(RESTART_S, RESTART_LIMIT_S).delay_s(max(num_deaths, num_failed))
+            await asyncio.sleep(delay_s or 0.0)
+            is_first = num_deaths == 1 and not num_failed
             try:
-                if warm := self.barren[env] == 1 and not failed_starts:
+                if is_first:
                     await self.launcher.copy(worker.setup.python)
-                dead, worker = worker, self.start(worker.setup, warm=warm)
+                worker = self.start(worker.setup, warm=is_first)
             # its interpreter is gone, or the system refuses another process
             except RunError as error:
                 worker.kill_reason = str(error)
-                failed_starts += 1
+                num_failed += 1
                 continue
-            worker.waiting = dead.waiting
-            failed_starts = 0 if await self._join(worker, timeout_s) else failed_starts + 1
+            num_failed = 0 if await self._join(worker, timeout_s) else num_failed + 1
 
-    async def _join(self, worker: Worker, timeout_s: float) -> bool:
-        """Waits until a worker that was started later is ready, and sends it its groups. If it
-        does not come up, it is killed. Returns whether it came up."""
+    async def _join(self, worker: PoolWorker, timeout_s: float) -> bool:
+        """Waits until a worker that was started later is ready, and sends it groups. If it does
+        not come up, it is killed. Returns whether it came up."""
         try:
             ready = await wait_ready(worker, timeout_s)
             log.info("worker %s is up with %s tasks", worker.setup.worker_id, ready.num_train)
@@ -244,36 +243,39 @@ class WorkerPool:
         if worker.kill_reason or worker.setup.env.name in self.lost:
             worker.child.signal_group(signal.SIGKILL)
             return False
-        worker.heard = time.monotonic()
-        await self._pump(worker)
+        worker.last_message = time.monotonic()
+        self._pump(worker.setup.env.name)
         return True
 
-    async def _hand_over(self, worker: Worker) -> bool:
-        """Moves the groups of a worker that did not come up to others of its environment.
-        Returns False if none of these is up."""
-        while (other := self._least_busy(worker.setup.env.name)) and worker.waiting:
-            play = worker.waiting.popleft()
-            (other.waiting.appendleft if play.is_suspect else other.waiting.append)(play)
-            await self._pump(other)
-        return other is not None
-
-    def _least_busy(self, env: str) -> Worker | None:
-        """Returns the worker of an environment with the fewest groups, of those that are up;
-        None if none is."""
-        up = [worker for worker in self._workers_of(env) if worker.is_up]
-        return min(up, key=lambda worker: worker.num_plays, default=None)
-
-    def _workers_of(self, env: str) -> list[Worker]:
+    def _workers_of(self, env: str) -> list[PoolWorker]:
         return [worker for worker in self.workers.values() if worker.setup.env.name == env]
+
+    def _take_back(self, worker: PoolWorker, reason: str) -> None:
+        """Gives up the groups of a dead worker that this death is one too many for; the others
+        wait for a worker, suspects first."""
+        env = worker.setup.env.name
+        for play in worker.sent.values():
+            play.kills += 1
+            if play.failed and not play.done.done():
+                play.give_up(reason)
+        left = [play for play in worker.sent.values() if not play.done.done()]
+        worker.sent.clear()
+        waiting = [*left, *self.waiting[env]]
+        self.waiting[env] = deque(sorted(waiting, key=lambda play: not play.is_suspect))
+        self._pump(env)
 
     def _lose(self, env: str, reason: str) -> None:
         """Counts an environment as lost: kills its workers, and fails their groups with
         EnvLostError."""
         self.lost[env] = reason
-        for worker in self.workers.values():
-            if worker.setup.env.name == env:
-                worker.child.signal_group(signal.SIGKILL)
-                worker.fail_plays(f"environment {env}: {reason}")
+        plays = [*self.waiting.pop(env, ())]
+        for worker in self._workers_of(env):
+            worker.child.signal_group(signal.SIGKILL)
+            plays += worker.sent.values()
+            worker.sent.clear()
+        for play in plays:
+            if not play.done.done():
+                play.done.set_exception(EnvLostError(f"environment {env}: {reason}"))
         if self.on_lost is None:
             raise EnvLostError(f"environment {env}: {reason}")
         self.on_lost(env, reason)
@@ -288,13 +290,12 @@ class WorkerPool:
             inner = await asyncio.to_thread(innermost, boxed) if boxed else {}
             for worker in self.workers.values():
                 # this process was stopped or busy, and read no messages meanwhile
-                worker.heard += late_s
-                kill_if_due(
-                    worker,
-                    inner.get(worker.child.pid, worker.child.pid),
-                    self.memory_gib,
-                    self.silence_s,
-                )
+                worker.last_message += late_s
+                if worker.child.exit_code is None and not worker.kill_reason:
+                    pid = inner.get(worker.child.pid, worker.child.pid)
+                    worker.kill_reason = kill_reason(worker, pid, self.memory_gib, self.silence_s)
+                    if worker.kill_reason:
+                        worker.child.signal_group(signal.SIGKILL)
 
     # Groups ---------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ class WorkerPool:
         """Handles a worker's message. Raises the exceptions in UNREADABLE if it is invalid or
         impossible."""
         worker = self.workers[worker_id]
-        worker.heard = time.monotonic()
+        worker.last_message = time.monotonic()
         message = ANSWERS.decode(data)
         if isinstance(message, Played) and (play := worker.sent.get(message.play_id)):
             validate_played(message, play.order_left(), worker.setup.policy, self.server_set)
@@ -313,10 +314,10 @@ class WorkerPool:
                     play.take(played)
                 if not unfinished:
                     worker.sent.pop(play_id, None)
-                    await self._pump(worker)
+                    self._pump(worker.setup.env.name)
             case Ready() as ready if not worker.ready.done():
                 if self.server_set:
-                    await self._send(worker, self.server_set)
+                    self._send(worker, self.server_set)
                 worker.ready.set_result(ready)
             case LoadFailed(message) if not worker.ready.done():
                 worker.fail_ready(message)
@@ -358,15 +359,14 @@ class WorkerPool:
         order = PlayGroup(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
         is_whole = len({rollout.episode for rollout in members}) == num_episodes
         kept = list(members) if is_whole or not self.scores_groups.get(env) else []
-        play = Play(order, asyncio.get_running_loop().create_future(), kept, on_members, keeps_last)
+        play = GroupPlay(
+            order, asyncio.get_running_loop().create_future(), kept, on_members, keeps_last
+        )
         if is_whole:
             play.done.set_result(kept)
         else:
-            worker = self._least_busy(env) or min(
-                self._workers_of(env), key=lambda worker: worker.num_plays
-            )
-            worker.waiting.append(play)
-            await self._pump(worker)
+            self.waiting[env].append(play)
+            self._pump(env)
         try:
             # Copies, because metrics added to them must not get into the stored members.
             rollouts = [
@@ -378,38 +378,40 @@ class WorkerPool:
             return rollouts
         finally:
             if play.done.cancelled():  # the caller was cancelled
-                await self._withdraw(play)
+                self._withdraw(env, play)
 
-    async def _withdraw(self, play: Play) -> None:
-        """Takes a group away from its worker, which is not always the one that got it first."""
-        worker = next((worker for worker in self.workers.values() if play in worker.plays), None)
-        if worker is None:
-            return
-        if worker.sent.pop(play.order.play_id, None):
-            await self._send(worker, Cancel(play.order.play_id))
-        else:
-            worker.waiting.remove(play)
-        await self._pump(worker)
+    def _withdraw(self, env: str, play: GroupPlay) -> None:
+        """Takes a group away from its worker, if one has it."""
+        if play in self.waiting[env]:
+            self.waiting[env].remove(play)
+        for worker in self._workers_of(env):
+            if worker.sent.pop(play.order.play_id, None):
+                self._send(worker, Cancel(play.order.play_id))
+        self._pump(env)
 
-    async def _pump(self, worker: Worker) -> None:
-        """Sends waiting groups: suspects first, each while nothing else is played, then all
-        others at once."""
-        while worker.is_up and worker.waiting:
-            play = worker.waiting[0]
-            if worker.sent and (
-                play.is_suspect or any(other.is_suspect for other in worker.sent.values())
-            ):
+    def _pump(self, env: str) -> None:
+        """Sends waiting groups to the workers that have the fewest: suspects first, each to one
+        that plays nothing else meanwhile, then all others at once."""
+        waiting = self.waiting[env]
+        while waiting:
+            free = [
+                worker
+                for worker in self._workers_of(env)
+                if worker.is_up and not any(play.is_suspect for play in worker.sent.values())
+            ]
+            worker = min(free, key=lambda worker: len(worker.sent), default=None)
+            if worker is None or (waiting[0].is_suspect and worker.sent):
                 return
-            worker.waiting.popleft()
+            play = waiting.popleft()
             worker.sent[play.order.play_id] = play
-            await self._send(worker, play.order_left())
+            self._send(worker, play.order_left())
 
     async def tell(self, server_set: ServerSet) -> None:
         """Tells all workers which inference servers there are, before any group sent later."""
         self.server_set = server_set
         for worker in self.workers.values():
             if worker.ready.done():
-                await self._send(worker, server_set)
+                self._send(worker, server_set)
 
     async def describe(
         self, env: str, split: Split, num_tasks: int, timeout_s: float, first: int = 0
@@ -419,10 +421,17 @@ class WorkerPool:
         worker = next(worker for worker in self.workers.values() if worker.setup.env.name == env)
         answer: asyncio.Future[Description] = asyncio.get_running_loop().create_future()
         worker.descriptions.append(answer)
-        await self._send(worker, Describe(split, num_tasks, first))
-        return await wait_described(worker, answer, timeout_s)
+        self._send(worker, Describe(split, num_tasks, first))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            raise RunError(
+                f"environment {env} was not described within orchestrator.worker_timeout_s = "
+                f"{timeout_s:g}; see {worker.child.log}"
+            ) from None
 
-    async def _send(self, worker: Worker, message: ToWorker) -> None:
+    def _send(self, worker: PoolWorker, message: ToWorker) -> None:
         faults.point(f"pool.{type(message).__name__}")
         self.server.post(worker.setup.worker_id, ENCODER.encode(message))
 
@@ -434,7 +443,7 @@ class WorkerPool:
         self.launcher.close()
         for worker in self.workers.values():
             if worker.child.exit_code is None and worker.ready.done():
-                await self._send(worker, Close())
+                self._send(worker, Close())
             else:
                 worker.child.signal_group(signal.SIGKILL)
         children = [worker.child for worker in self.workers.values()]

@@ -3,7 +3,6 @@
 import asyncio
 import re
 import shlex
-import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -38,7 +37,7 @@ class EnvLostError(RunError):
 
 
 @dataclass(eq=False)
-class Play:
+class GroupPlay:
     """A group at a worker, and the future of its rollouts."""
 
     order: PlayGroup
@@ -86,7 +85,7 @@ class Play:
 
 
 @dataclass
-class Worker:
+class PoolWorker:
     """One worker process and the pool's state of it."""
 
     setup: WorkerSetup
@@ -94,11 +93,8 @@ class Worker:
     ready: "asyncio.Future[Ready]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    sent: dict[int, Play] = field(default_factory=dict)
-    waiting: deque[Play] = field(default_factory=deque)
-    """Suspects first: groups that are played alone, because one of them may be what kills the
-    worker."""
-    heard: float = field(default_factory=time.monotonic)
+    sent: dict[int, GroupPlay] = field(default_factory=dict)
+    last_message: float = field(default_factory=time.monotonic)
     """Monotonic time of its last message, moved forward by the time in which the pool could not
     read any."""
     kill_reason: str = ""
@@ -115,14 +111,6 @@ class Worker:
             and not self.kill_reason
         )
 
-    @property
-    def plays(self) -> list[Play]:
-        return [*self.sent.values(), *self.waiting]
-
-    @property
-    def num_plays(self) -> int:
-        return len(self.sent) + len(self.waiting)
-
     def fail_ready(self, message: str) -> None:
         """Fails `ready`: the environment could not be loaded."""
         self.ready.set_exception(RunError(message + likely_reason(self.setup.python, message)))
@@ -137,24 +125,8 @@ class Worker:
             if not answer.done():
                 answer.set_exception(RunError(text))
 
-    def fail_plays(self, reason: str) -> None:
-        """Fails all its groups with EnvLostError."""
-        for play in self.plays:
-            if not play.done.done():
-                play.done.set_exception(EnvLostError(reason))
-        self.sent.clear()
-        self.waiting.clear()
 
-
-def kill_if_due(worker: Worker, pid: int, memory_gib: float, silence_s: float) -> None:
-    """Kills a running worker if there is a reason to, and keeps the reason."""
-    if worker.child.exit_code is None and not worker.kill_reason:
-        worker.kill_reason = kill_reason(worker, pid, memory_gib, silence_s)
-        if worker.kill_reason:
-            worker.child.signal_group(signal.SIGKILL)
-
-
-def kill_reason(worker: Worker, pid: int, memory_gib: float, silence_s: float) -> str:
+def kill_reason(worker: PoolWorker, pid: int, memory_gib: float, silence_s: float) -> str:
     """Returns why a worker, whose own process is `pid`, is to be killed: it is stopped, uses too
     much memory, or its environment blocks its event loop. Empty if there is no reason."""
     try:
@@ -165,7 +137,7 @@ def kill_reason(worker: Worker, pid: int, memory_gib: float, silence_s: float) -
     own_gib = (memory.rss - memory.shared) / GIB
     if own_gib > memory_gib:
         return f"it used {own_gib:.1f} GiB (orchestrator.worker_memory_gib = {memory_gib:g})"
-    silent_s = time.monotonic() - worker.heard
+    silent_s = time.monotonic() - worker.last_message
     if stopped and silent_s > STOPPED_S:
         return f"it was stopped (SIGSTOP) for {silent_s:.0f} s"
     if not worker.ready.done():
@@ -178,7 +150,7 @@ def kill_reason(worker: Worker, pid: int, memory_gib: float, silence_s: float) -
     )
 
 
-async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
+async def wait_ready(worker: PoolWorker, timeout_s: float) -> Ready:
     """Waits until a worker has loaded its environment. Raises RunError if it cannot."""
     ended = asyncio.create_task(worker.child.wait_async())
     try:
@@ -194,52 +166,30 @@ async def wait_ready(worker: Worker, timeout_s: float) -> Ready:
         ended.cancel()
     name, code, path = worker.setup.env.name, worker.child.exit_code, worker.child.log
     log_end = redact("\n".join(path.read_text(errors="replace").splitlines()[-5:]))
-    if code is not None:
-        # for the environment's own module: LoadFailed
-        lacks = code == 1 and "ModuleNotFoundError" in log_end and worker.setup.python
+    if code is None:
+        limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
+        raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
+    remedy = ""
+    # for the environment's own module: LoadFailed
+    if code == 1 and "ModuleNotFoundError" in log_end and worker.setup.python:
         remedy = (
             "; its interpreter lacks packages that workers need: "
             f"{lacking_remedy(worker.setup.python)}"
-            if lacks
-            else ""
         )
-        raise RunError(
-            f"the worker of environment {name} ended with code {code} while loading "
-            f"it{remedy}; {path} ends:\n{log_end}"
-        )
-    limit = f"orchestrator.worker_timeout_s = {timeout_s:.0f}"
-    raise RunError(f"environment {name} did not load within {limit}; {path} ends:\n{log_end}")
-
-
-async def wait_described(
-    worker: Worker, answer: "asyncio.Future[Description]", timeout_s: float
-) -> Description:
-    """Waits for the description that a worker was asked for. Raises RunError if it dies or does
-    not answer."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await answer
-    except TimeoutError:
-        limit = f"orchestrator.worker_timeout_s = {timeout_s:g}"
-        raise RunError(
-            f"environment {worker.setup.env.name} was not described within {limit}; see "
-            f"{worker.child.log}"
-        ) from None
+    raise RunError(
+        f"the worker of environment {name} ended with code {code} while loading it{remedy}; "
+        f"{path} ends:\n{log_end}"
+    )
 
 
 def likely_reason(python: str, message: str) -> str:
     """Returns a line for the error of an environment that does not load, if its home has another
     verifiers than it requires; else empty."""
-    place = home_of(python)
-    reason = unmet(place) if place and place.is_dir() else ""
-    begin = (
-        "The likely reason" if OTHER_API.search(message) else "If it is not that, a possible reason"
-    )
-    return (
-        f"\n{begin}: {reason}; use a version of the package that was written for it"
-        if reason
-        else ""
-    )
+    home = home_of(python)
+    if not home or not home.is_dir() or not (reason := unmet(home)):
+        return ""
+    kind = "The likely" if OTHER_API.search(message) else "If it is not that, a possible"
+    return f"\n{kind} reason: {reason}; use a version of the package that was written for it"
 
 
 def lacking_remedy(python: str) -> str:
@@ -248,15 +198,3 @@ def lacking_remedy(python: str) -> str:
         return f"run `rl env remove {home.name}`; the next start makes its home again"
     install = shlex.join(["uv", "pip", "install", "--python", python, *WORKER])
     return f"`{install}`, the environment's own package, and verifiers (classic: <0.4)"
-
-
-def count_death(worker: Worker, reason: str) -> None:
-    """Gives up the groups of a dead worker that this death is one too many for; the others wait,
-    suspects first."""
-    for play in worker.sent.values():
-        play.kills += 1
-        if play.failed and not play.done.done():
-            play.give_up(reason)
-    left = [play for play in worker.plays if not play.done.done()]
-    worker.sent.clear()
-    worker.waiting = deque(sorted(left, key=lambda play: not play.is_suspect))

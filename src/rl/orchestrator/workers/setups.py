@@ -36,19 +36,19 @@ def eval_workers(config: RLConfig) -> dict[str, str]:
 def env_spec(entry: EnvSource, name: str, config: RLConfig, worker: int = 0) -> EnvSpec:
     """Returns the spec for one worker of an environment, by its number. Limits are for all
     workers together, so each gets its part, and the first ones what is left over."""
-    given: dict[str, Any] = {
+    fields: dict[str, Any] = {
         key: value
         for key, value in entry.source.items()
         if key in EnvSpec.__struct_fields__ and value is not None
     }
     for key in ("max_generating", "max_scoring"):
-        given[key] = (
+        fields[key] = (
             -1
-            if given[key] < 0
-            else max(1, given[key] // entry.workers + (worker < given[key] % entry.workers))
+            if fields[key] < 0
+            else max(1, fields[key] // entry.workers + (worker < fields[key] % entry.workers))
         )
-    given["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
-    return EnvSpec(name=name, **given)
+    fields["timeout_s"] = entry.timeout_s or config.orchestrator.rollout_timeout_s
+    return EnvSpec(name=name, **fields)
 
 
 def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:

@@ -21,7 +21,7 @@ from rl.system import process_table
 from rl.system.children import PYTHON, Child, add_marker, inherited, start
 from rl.system.errors import RESTART, RunError
 from rl.system.linux import adopt_orphans
-from rl.system.preforked import PreforkedProcess
+from rl.system.prefork import PreforkedProcess
 from rl.system.sandbox import Sandbox
 from rl.wire.worker_messages import WorkerSetup
 

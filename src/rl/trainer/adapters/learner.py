@@ -9,7 +9,6 @@ trained as if there were no others. The scale alpha / rank is the client's own.
 import json
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rl.config.loss import LossConfig
+from rl.config.loss import AnyLossConfig, LossConfig
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import DIGESTS, checksum
 from rl.run_dir.digests import HASH, digest, digest_of_file
@@ -29,6 +28,7 @@ from rl.run_dir.files import CorruptFileError, write_directory, write_file
 from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.data.prefetch import prepare
+from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function
 from rl.trainer.measure.memory import free_bytes
 from rl.trainer.model import lora
@@ -72,11 +72,7 @@ class AdapterLearner:
         self.optimizer = make_optimizer(self.model, config.trainer.optim)
         self.parameters = lora.trainable(self.model)
         text = self.model.config.get_text_config()
-        self.vocab_size, self.hidden_size, self.max_rank = (
-            text.vocab_size,
-            text.hidden_size,
-            self.settings.rank,
-        )
+        self.vocab_size, self.hidden_size = text.vocab_size, text.hidden_size
         self.adapters: dict[str, Adapters] = {}
         self.inside = ""
         """Whose adapters are in the model; empty for nobody's."""
@@ -85,53 +81,48 @@ class AdapterLearner:
 
     def _live(self) -> dict[str, Tensor]:
         """Returns the tensors in model and optimizer by their keys in `Adapters.tensors`."""
-        found = {
-            f"weight.{name}": local(parameter.detach())
-            for name, parameter in self.parameters.items()
-        }
+        tensors = {f"weight.{name}": parameter for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            found |= {
-                f"{key}.{name}": local(self.optimizer.state[parameter][key])
-                for key in (*MOMENTS, "step")
-            }
-        return found
+            state = self.optimizer.state[parameter]
+            tensors |= {f"{key}.{name}": state[key] for key in (*MOMENTS, "step")}
+        return {key: local(tensor.detach()) for key, tensor in tensors.items()}
 
-    def _own(self, name: str) -> Adapters:
+    def _of(self, name: str) -> Adapters:
         """Returns a client's adapters. Raises CallError if there are none."""
         if name not in self.adapters:
             raise CallError(f"model {name} is not loaded")
         return self.adapters[name]
 
-    def _tensors(self, name: str) -> dict[str, Tensor]:
-        """Returns a client's tensors, wherever they are."""
-        return self._live() if self.inside == name else self.adapters[name].tensors
+    def _cut(self, name: str) -> dict[str, Tensor]:
+        """Returns a client's tensors with its own rank, wherever they are."""
+        adapters = self._of(name)
+        tensors = self._live() if self.inside == name else adapters.tensors
+        return {key: cut(key, tensor, adapters.rank) for key, tensor in tensors.items()}
 
-    def _enter(self, name: str) -> Adapters:
+    def _enter(self, name: str) -> None:
         """Puts a client's adapters into the model. Raises CallError if there are none."""
-        own = self._own(name)
-        if self.inside != name:
-            self._leave()
-            for key, tensor in self._live().items():
-                tensor.copy_(own.tensors[key])
-            for key, gradient in own.gradients.items():
-                parameter = self.parameters[key]
-                on_mesh = isinstance(parameter, DTensor)
-                parameter.grad = (
-                    DTensor.from_local(gradient, parameter.device_mesh, parameter.placements)
-                    if on_mesh
-                    else gradient
-                )
-            for layer in lora.layers(self.model).values():
-                layer.scaling[lora.ADAPTER] = self.settings.alpha / own.rank
-            own.gradients, self.inside = {}, name
-        return own
+        adapters = self._of(name)
+        if self.inside == name:
+            return
+        self._leave()
+        for key, tensor in self._live().items():
+            tensor.copy_(adapters.tensors[key])
+        for key, gradient in adapters.gradients.items():
+            parameter = self.parameters[key]
+            if isinstance(parameter, DTensor):
+                layout = (parameter.device_mesh, parameter.placements)
+                gradient = DTensor.from_local(gradient, *layout)
+            parameter.grad = gradient
+        for layer in lora.layers(self.model).values():
+            layer.scaling[lora.ADAPTER] = self.settings.alpha / adapters.rank
+        adapters.gradients, self.inside = {}, name
 
     def _leave(self) -> None:
         """Copies the adapters in the model to where their client's are kept."""
-        if own := self.adapters.get(self.inside):
+        if adapters := self.adapters.get(self.inside):
             for key, tensor in self._live().items():
-                own.tensors[key].copy_(tensor)
-            own.gradients = {
+                adapters.tensors[key].copy_(tensor)
+            adapters.gradients = {
                 key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None
             }
         self.optimizer.zero_grad()
@@ -145,28 +136,27 @@ class AdapterLearner:
     def create(self, name: str, rank: int, seed: int) -> None:
         """See Learner. A is drawn as peft draws it, uniformly within 1 / sqrt(its columns), from
         `seed` alone."""
-        if not 1 <= rank <= self.max_rank:
+        if not 1 <= rank <= self.settings.rank:
             raise CallError(
-                f"rank {rank}: this server trains ranks from 1 to {self.max_rank}; start it "
+                f"rank {rank}: this server trains ranks from 1 to {self.settings.rank}; start it "
                 f"with --trainer.lora.rank {rank}"
             )
-        needed = (
-            0
-            if name in self.adapters
-            else COPIES * sum(local(p).nbytes for p in self.parameters.values())
-        )
-        free = free_bytes(self.world.device)
-        if needed > free:
+        live, free = self._live(), free_bytes(self.world.device)
+        # with a gradient
+        needed = COPIES * sum(local(p).nbytes for p in self.parameters.values())
+        if name not in self.adapters and needed > free:
             raise NoRoomError(
                 f"another model takes {needed / 2**20:.0f} MiB, and {free / 2**20:.0f} MiB "
                 "of memory are free: unload one"
             )
         self.forget(name)
         generator = torch.Generator().manual_seed(seed)
-        tensors = {key: torch.zeros_like(tensor) for key, tensor in self._live().items()}
-        for key in (key for key in tensors if key.startswith("weight.") and A in key):
-            drawn = torch.empty(rank, tensors[key].shape[1]).uniform_(-1, 1, generator=generator)
-            tensors[key][:rank] = drawn / math.sqrt(drawn.shape[1])
+        tensors = {key: torch.zeros_like(tensor) for key, tensor in live.items()}
+        for key, tensor in tensors.items():
+            if key.startswith("weight.") and A in key:
+                width = tensor.shape[1]
+                drawn = torch.empty(rank, width).uniform_(-1, 1, generator=generator)
+                tensor[:rank] = drawn / math.sqrt(width)
         self.adapters[name] = Adapters(rank, tensors, {})
 
     # Computing ------------------------------------------------------------------------------------
@@ -176,63 +166,39 @@ class AdapterLearner:
     ) -> Scored:
         settings = loss_settings(loss)
         self._enter(name)
-        starts = np.cumsum([0, *(example.targets.size for example in examples)])
-        flat = {
-            key: torch.from_numpy(joined(examples, key))
+        flat = {  # of all targets, in the order of the samples of `as_batch`
+            key: torch.from_numpy(np.concatenate([getattr(x, key).T.ravel() for x in examples]))
             for key in ("targets", "advantages", "logprobs", "trained")
         }
-        logprobs, losses = torch.zeros(int(starts[-1])), torch.zeros(int(starts[-1]))
-        packed = prepare(
-            as_batch(examples), self.config, self.world, self.hidden_size, mode=mode_of(self.model)
-        )
+        logprobs, losses = torch.zeros(2, len(flat["targets"]))
+        mode = mode_of(self.model)
+        packed = prepare(as_batch(examples), self.config, self.world, self.hidden_size, mode=mode)
         for row in packed.micro_batches:
-            own = {key: values[row.token_index] for key, values in flat.items()}
-            batch = replace(
-                row, **{key: own[key] for key in ("targets", "advantages", "logprobs")}
-            ).to(self.world.device)
-            with nullcontext() if backward else torch.no_grad():
+            values = {key: column[row.token_index] for key, column in flat.items()}
+            trained = values.pop("trained").to(self.world.device)
+            batch = replace(row, **values).to(self.world.device)
+            with torch.set_grad_enabled(backward):
                 scores = score(self.model, batch, self.world)
                 inputs = loss_inputs(batch, len(packed.batch.samples), scores, self.world)
-                terms = self._terms(inputs, own["trained"].to(self.world.device), settings)
+                terms = terms_of(inputs, trained, settings)
                 if backward:
                     terms.sum().backward()
-            logprobs[row.token_index], losses[row.token_index] = (
-                scores.logprobs.detach().cpu(),
-                terms.detach().cpu(),
-            )
+            logprobs[row.token_index] = scores.logprobs.detach().cpu()
+            losses[row.token_index] = terms.detach().cpu()
         if not bool(losses.isfinite().all()):
             if backward:
                 self.optimizer.zero_grad()
-            raise CallError(
-                "the loss is not finite"
-                + ("; the gradient of this model is discarded" if backward else "")
-            )
-        shapes = [
-            (example.targets.T.shape, slice(a, b))
-            for example, a, b in zip(examples, starts, starts[1:], strict=False)
-        ]
+            discarded = "; the gradient of this model is discarded" * backward
+            raise CallError(f"the loss is not finite{discarded}")
+        sizes = [example.targets.size for example in examples]
         return Scored(
             *(
-                [values[part].numpy().reshape(shape).T for shape, part in shapes]
-                for values in (logprobs, losses)
+                [
+                    part.numpy().reshape(example.targets.T.shape).T
+                    for example, part in zip(examples, column.split(sizes), strict=True)
+                ]
+                for column in (logprobs, losses)
             )
-        )
-
-    def _terms(self, inputs, chosen: Tensor, settings) -> Tensor:
-        """Returns the loss of each target [N], 0 for others than the `chosen` [N]."""
-        if bool(chosen.all()):
-            return loss_function(settings)(inputs, settings)[0]
-        names = ("trainer_logprobs", "logprobs", "advantages", "entropies", "weights", "sequences")
-        part = replace(inputs, **{name: getattr(inputs, name)[chosen] for name in names})
-        number = int(inputs.sequences.max()) + 1
-        part = replace(
-            part,
-            sequence_sum=lambda values: values.new_zeros(number).index_add(
-                0, part.sequences, values
-            ),
-        )
-        return torch.zeros_like(inputs.weights).masked_scatter(
-            chosen, loss_function(settings)(part, settings)[0]
         )
 
     def optimizer_step(self, name: str, step: Step) -> float:
@@ -244,11 +210,10 @@ class AdapterLearner:
             )
         for group in self.optimizer.param_groups:
             group |= {"betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
-        limit = self.config.trainer.optim.model_copy(
-            update={"max_grad_norm": step.max_grad_norm or math.inf}
-        )
+        limit = {"max_grad_norm": step.max_grad_norm or math.inf}
+        config = self.config.trainer.optim.model_copy(update=limit)
         try:
-            return optimizer_step(self.model, self.optimizer, limit, step.lr, 0, 0.0)
+            return optimizer_step(self.model, self.optimizer, config, step.lr, 0, 0.0)
         except RunError as error:
             self.optimizer.zero_grad()
             raise CallError(f"the gradient is not finite and was discarded ({error})") from None
@@ -258,19 +223,16 @@ class AdapterLearner:
     def save(self, name: str, folder: Path, notes: Mapping[str, Any]) -> None:
         """See Learner. A gradient is not saved: it is computed again from the calls that made
         it."""
-        own = self._own(name)
-        tensors = {
-            key: cut(key, tensor, own.rank).cpu() for key, tensor in self._tensors(name).items()
-        }
+        tensors = {key: tensor.cpu() for key, tensor in self._cut(name).items()}
 
         def fill(temporary: Path) -> None:
             require_space(temporary, tensors.values())
             write_tensors(temporary / STATE, tensors)
-            (temporary / RECORD).write_text(
-                json.dumps(
-                    {**notes, "rank": own.rank, "files": {STATE: checksum(temporary / STATE)}}
-                )
-            )
+            record = {
+                "rank": self.adapters[name].rank,
+                "files": {STATE: checksum(temporary / STATE)},
+            }
+            (temporary / RECORD).write_text(json.dumps({**notes, **record}))
 
         write_directory(folder, fill)
 
@@ -284,29 +246,29 @@ class AdapterLearner:
         raise CorruptFileError(f"{folder}: missing or damaged")
 
     def load(self, name: str, folder: Path, optimizer: bool) -> None:
-        rank, found = self.notes(folder)["rank"], load_file(folder / STATE)
-        if found.keys() != self._live().keys():
+        rank, saved = self.notes(folder)["rank"], load_file(folder / STATE)
+        if saved.keys() != self._live().keys():
             raise CallError(
                 f"{folder.name} is a state of another model or of other trainer.lora.targets"
             )
         self.create(name, rank, 0)
-        own = self.adapters[name]
-        for key in (key for key in found if optimizer or key.startswith("weight.")):
-            cut(key, own.tensors[key], own.rank).copy_(found[key])
+        for key, tensor in self._cut(name).items():
+            if optimizer or key.startswith("weight."):
+                tensor.copy_(saved[key])
 
     def publish(self, name: str, folder: Path, record: Path | None) -> None:
-        own, dtype, now = self._own(name), DTYPES[self.config.model.dtype], self._tensors(name)
-        names = {
-            f"weight.{parameter}": lora.name_in_file(parameter) for parameter in self.parameters
-        }
+        now, dtype = self._cut(name), DTYPES[self.config.model.dtype]
         tensors = {
-            names[key]: cut(key, now[key], own.rank).to(dtype).cpu().contiguous() for key in names
+            lora.name_in_file(key): now[f"weight.{key}"].to(dtype).cpu().contiguous()
+            for key in self.parameters
         }
-        made_by = determinism.conditions(self.config.trainer, self.world, mode_of(self.model))
         content = {
             "hash": HASH,
-            "tensors": {key: digest(bytes_of(tensor)) for key, tensor in tensors.items()},
-            "made_by": made_by,
+            "tensors": {
+                key: digest(memoryview(tensor.view(torch.uint8).numpy()))
+                for key, tensor in tensors.items()
+            },
+            "made_by": determinism.conditions(self.config.trainer, self.world, mode_of(self.model)),
         }
 
         def fill(temporary: Path) -> None:
@@ -314,36 +276,38 @@ class AdapterLearner:
             lora.write_config(temporary, self.model, self.base)
             write_tensors(temporary / lora.WEIGHTS_FILE, tensors)
             config = temporary / "adapter_config.json"
-            config.write_text(
-                json.dumps(json.loads(config.read_text()) | {"r": own.rank}, indent=2)
-            )
-            (temporary / DIGESTS).write_text(
-                json.dumps(content | {"files": {config.name: digest_of_file(config)}}, indent=1)
-            )
+            fields = json.loads(config.read_text()) | {"r": self.adapters[name].rank}
+            config.write_text(json.dumps(fields, indent=2))
+            files = {"files": {config.name: digest_of_file(config)}}
+            (temporary / DIGESTS).write_text(json.dumps(content | files, indent=1))
 
         if record:
             write_file(record, json.dumps(content, indent=1).encode())
         write_directory(folder, fill)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+def terms_of(inputs: LossInputs, trained: Tensor, settings: AnyLossConfig) -> Tensor:
+    """Returns the loss of each target [N], 0 for others than the `trained` [N]."""
+    function = loss_function(settings)
+    if bool(trained.all()):
+        return function(inputs, settings)[0]
+    names = ("trainer_logprobs", "logprobs", "advantages", "entropies", "weights", "sequences")
+    chosen = {name: getattr(inputs, name)[trained] for name in names}
+    number = int(inputs.sequences.max()) + 1
+
+    def sequence_sum(values: Tensor) -> Tensor:
+        return values.new_zeros(number).index_add(0, chosen["sequences"], values)
+
+    part = replace(inputs, **chosen, sequence_sum=sequence_sum)
+    terms = function(part, settings)[0]
+    return torch.zeros_like(inputs.weights).masked_scatter(trained, terms)
 
 
 def cut(key: str, tensor: Tensor, rank: int) -> Tensor:
     """Returns the part of a padded tensor that has the client's rank: rows of A, columns of B."""
-    return (
-        tensor[:rank]
-        if A in key and tensor.ndim
-        else tensor[:, :rank]
-        if B in key and tensor.ndim
-        else tensor
-    )
-
-
-def joined(examples: list[Example], name: str) -> np.ndarray:
-    """Returns a value of all targets, in the order of the samples of `as_batch`."""
-    return np.concatenate([getattr(example, name).T.ravel() for example in examples])
+    if not tensor.ndim:
+        return tensor
+    return tensor[:rank] if A in key else tensor[:, :rank] if B in key else tensor
 
 
 def as_batch(examples: list[Example]) -> TrainBatch:
@@ -353,26 +317,24 @@ def as_batch(examples: list[Example]) -> TrainBatch:
     samples = []
     for example in examples:
         count = len(example.token_ids)
-        tokens, none = [*example.token_ids.tolist(), 0], [0.0] * (count + 1)
-        values = {
-            "logprobs": none,
-            "advantages": none,
-            "policy_versions": [VersionSpan(-1, count)],
-            "env": "",
-            "group_id": 0,
-        }
         sample = TrainingSample.of(
-            token_ids=tokens, loss_mask=[False] + [True] * count, rollout_id=0, **values
+            token_ids=[*example.token_ids.tolist(), 0],
+            loss_mask=[False] + [True] * count,
+            logprobs=[0.0] * (count + 1),
+            advantages=[0.0] * (count + 1),
+            policy_versions=[VersionSpan(-1, count)],
+            env="",
+            group_id=0,
+            rollout_id=0,
         )
         samples += [sample] * example.targets.shape[1]
     return TrainBatch(step=1, samples=samples)
 
 
-def loss_settings(call: LossCall):
+def loss_settings(call: LossCall) -> Any:
     """Returns the settings of a loss. Raises CallError for a value that it does not take."""
     try:
         return TypeAdapter(LossConfig).validate_python({"type": call.type, **call.settings})
     except ValidationError as error:
-        raise CallError(
-            f"{call.type}: {error.errors()[0]['msg']}, not {error.errors()[0]['input']!r}"
-        ) from None
+        fault = error.errors()[0]
+        raise CallError(f"{call.type}: {fault['msg']}, not {fault['input']!r}") from None

@@ -33,7 +33,7 @@ class Layout:
 
 
 def plan(ordered: SortedSamples, layout: Layout) -> list[list[MicroBatchRange]]:
-    """Returns the parts of each rank; every rank gets the same number of them. Deterministic.
+    """Returns the ranges of each rank; every rank gets the same number of them. Deterministic.
 
     Makes as few micro batches as possible, or up to an eighth more if that is cheaper because it
     cuts fewer groups.
@@ -43,13 +43,13 @@ def plan(ordered: SortedSamples, layout: Layout) -> list[list[MicroBatchRange]]:
     least = max(1, -(-int(needed[0]) // size))
     rounds = sorted({least + -(-least * extra // 64) for extra in range(9)})
     cuts = [cut_ranges(ordered, layout, furthest, needed, count * size) for count in rounds]
-    plans = [assign_to_ranks(ordered, layout, parts) for parts in cuts]
+    plans = [assign_to_ranks(ordered, layout, ranges) for ranges in cuts]
     return min(plans, key=lambda plan: plan[1])[0]
 
 
 def ranges_needed(furthest: np.ndarray) -> np.ndarray:
-    """Returns [n + 1]: the fewest parts that hold all items from i on. This falls with i, so
-    taking the longest parts is optimal."""
+    """Returns [n + 1]: the fewest ranges that hold all items from i on. This falls with i, so
+    taking the longest ranges is optimal."""
     needed = [0] * (len(furthest) + 1)
     for i, end in reversed(list(enumerate(furthest.tolist()))):
         needed[i] = 1 + needed[end]
@@ -72,7 +72,7 @@ def cut_ranges(
 
     Each part ends where two costs together are lowest: the difference from its fair share of the
     rest of the samples, and the prefix that the next part computes again. No part is empty unless
-    there are fewer items than parts. The difference counts less the more parts a rank gets, and
+    there are fewer items than ranges. The difference counts less the more ranges a rank gets, and
     only a little with a single rank, since no rank waits for another.
     """
     count, hidden_size = len(ordered.items), layout.hidden_size
@@ -81,10 +81,10 @@ def cut_ranges(
     cost = path_cost(ordered.lengths, hidden_size) - repeated[:-1]
     cost = np.concatenate([[0], np.cumsum(cost)])
     care = max(0.01, layout.num_ranks / num_parts if layout.num_ranks > 1 else 0)
-    parts, start = [], 0
+    ranges, start = [], 0
     for left in range(num_parts, 0, -1):
         if start == count:
-            parts.append((count, count))
+            ranges.append((count, count))
             continue
         # leave an item for each later part
         last = max(min(int(furthest[start]), count - left + 1), start + 1)
@@ -93,25 +93,25 @@ def cut_ranges(
         base = repeated[start] - cost[start]
         fair = (cost[count] + base + repeated[ends]) / left
         end = int(ends[(repeated[ends] + care * np.abs(cost[ends] + base - fair)).argmin()])
-        parts.append((start, end))
+        ranges.append((start, end))
         start = end
-    return parts
+    return ranges
 
 
 def assign_to_ranks(
-    ordered: SortedSamples, layout: Layout, parts: list[MicroBatchRange]
+    ordered: SortedSamples, layout: Layout, ranges: list[MicroBatchRange]
 ) -> tuple[list[list[MicroBatchRange]], int]:
-    """Returns the parts of each rank, and the cost of the step if ranks wait for each other after
+    """Returns the ranges of each rank, and the cost of the step if ranks wait for each other after
     every micro batch.
 
-    Assigns in rounds from the costliest parts to the cheapest: if memory is too small, the first
-    round shows it, and the parts of a round cost about the same. Within a round the rank with the
+    Assigns in rounds from the costliest ranges to the cheapest: if memory is too small, the first
+    round shows it, and the ranges of a round cost about the same. Within a round the rank with the
     lowest cost so far gets the costliest part.
     """
     size = layout.num_ranks
     assigned, sums, waited = [list[MicroBatchRange]() for _ in range(size)], [0] * size, 0
-    costs = {part: range_cost(ordered, part, layout) for part in parts}
-    order = sorted(parts, key=lambda part: -costs[part])
+    costs = {part: range_cost(ordered, part, layout) for part in ranges}
+    order = sorted(ranges, key=lambda part: -costs[part])
     for start in range(0, len(order), size):
         waited += costs[order[start]]
         ranks = sorted(range(size), key=lambda rank: sums[rank])

@@ -35,17 +35,17 @@ def cut(batch: TrainBatch, count: int, seed: int) -> list[list[int]]:
         if sample.spans:
             groups[sample.group_id].append(index)
     order = np.random.Generator(np.random.PCG64([seed, batch.step])).permutation(sorted(groups))
-    parts = np.array_split(order, max(1, min(count, len(groups))))
-    return [[index for group in part.tolist() for index in groups[group]] for part in parts]
+    divided = np.array_split(order, max(1, min(count, len(groups))))
+    return [[index for group in part.tolist() for index in groups[group]] for part in divided]
 
 
 def minibatch_weights(
-    batch: TrainBatch, parts: Sequence[Sequence[int]], config: LossSettings, constant_length: int
+    batch: TrainBatch, divided: Sequence[Sequence[int]], config: LossSettings, constant_length: int
 ) -> list[float]:
     """Returns the weight of each sample's loss tokens in the loss of its own minibatch, see
     LossSettings.sample_weights."""
     weights = [0.0] * len(batch.samples)
-    for indices in parts:
+    for indices in divided:
         counts = [batch.samples[index].num_trained for index in indices]
         values = config.sample_weights(counts, constant_length)
         for index, weight in zip(indices, values, strict=True):

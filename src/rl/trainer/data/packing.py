@@ -1,5 +1,5 @@
 """Turns a batch of samples into this rank's micro batches: `prefix_tree` sorts the samples,
-`balance` cuts them into parts of equal cost, and each part becomes tensors. A token's hidden state
+`balance` cuts them into ranges of equal cost, and each part becomes tensors. A token's hidden state
 depends only on its ancestors, so log-probabilities and gradients equal those of the samples
 computed one by one.
 """
@@ -38,18 +38,18 @@ def pack(
     batch: TrainBatch,
     weights: Sequence[float],
     layout: Layout,
-    parts: Sequence[Sequence[int]] | None = None,
+    divided: Sequence[Sequence[int]] | None = None,
 ) -> Packed:
     """Packs a batch for one rank; every rank computes the same plan from the same batch and takes
     its part.
 
-    `weights`: for each sample, the weight of each of its loss tokens, see minibatches.py. `parts`:
-    for each minibatch, the indices of its samples; by default one minibatch holds all samples.
+    `weights`: for each sample, the weight of each of its loss tokens, see minibatches.py.
+    `divided`: for each minibatch, the indices of its samples; by default one holds all samples.
     """
     minibatches: list[list[MicroBatch]] = []
     computed = length = 0
     starts = list(accumulate((sample.num_trained for sample in batch.samples), initial=0))
-    for indices in parts or [None]:
+    for indices in divided or [None]:
         ordered = sort_samples(batch, indices)
         ranks = plan(ordered, layout)
         minibatches.append(
@@ -67,7 +67,7 @@ def to_micro_batch(
     weights: Sequence[float],
     starts: Sequence[int],
 ) -> MicroBatch:
-    """Returns the samples of one part: their tokens as trees in one row, depth first, and the
+    """Returns the samples of one range: their tokens as trees in one row, depth first, and the
     values of each loss token.
 
     `starts`: the number of the batch's loss tokens before each sample.

@@ -90,10 +90,10 @@ def prepare(
     # of a row, which context_size ranks share
     max_tokens = micro_batch_tokens(settings, world.device, mode) * world.context_size * several
     layout = Layout(world.data_rank, world.data_size, max_tokens, hidden_size)
-    parts = cut(batch, minibatches, config.seed)
+    divided = cut(batch, minibatches, config.seed)
     constant_length = settings.loss.constant_length or config.orchestrator.sampling.max_tokens
-    weights = minibatch_weights(batch, parts, settings.loss, constant_length)
-    packed = pack(batch, weights, layout, parts)
+    weights = minibatch_weights(batch, divided, settings.loss, constant_length)
+    packed = pack(batch, weights, layout, divided)
 
     def placed(row: MicroBatch) -> MicroBatch:
         if routers and row.routes is not None:

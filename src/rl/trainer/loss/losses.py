@@ -33,6 +33,11 @@ from rl.trainer.loss.kl import MAX_LOG_RATIO
 from rl.trainer.measure.memory import is_out_of_memory
 
 
+def nowhere(inputs: LossInputs) -> Tensor:
+    """[N] bool: no token is clipped."""
+    return torch.zeros_like(inputs.sequences, dtype=torch.bool)
+
+
 def policy_gradient(inputs: LossInputs, config: PolicyGradientConfig) -> tuple[Tensor, Tensor]:
     """-w A log p with w = min(r, truncate) without gradient: REINFORCE with truncated importance
     sampling.
@@ -46,14 +51,10 @@ def policy_gradient(inputs: LossInputs, config: PolicyGradientConfig) -> tuple[T
         log_weight = inputs.sequence_sum(log_weight).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[
             inputs.sequences
         ]
-    weight = (
-        torch.ones_like(log_weight)
-        if config.importance == "none"
-        else log_weight.exp().clamp(max=config.truncate)
-    )
-    return -weight * inputs.advantages * inputs.trainer_logprobs, torch.zeros_like(
-        weight, dtype=torch.bool
-    )
+    weight = log_weight.exp().clamp(max=config.truncate)
+    if config.importance == "none":
+        weight = torch.ones_like(weight)
+    return -weight * inputs.advantages * inputs.trainer_logprobs, nowhere(inputs)
 
 
 def clipped_surrogate(
@@ -98,9 +99,7 @@ def cispo(inputs: LossInputs, config: CispoConfig) -> tuple[Tensor, Tensor]:
     weight = log_update(inputs).detach().exp().clamp(
         1.0 - config.clip_low, 1.0 + config.clip_high
     ) * sampler_weight(inputs, config)
-    return -weight * inputs.advantages * inputs.trainer_logprobs, torch.zeros_like(
-        weight, dtype=torch.bool
-    )
+    return -weight * inputs.advantages * inputs.trainer_logprobs, nowhere(inputs)
 
 
 def gspo(inputs: LossInputs, config: GspoConfig) -> tuple[Tensor, Tensor]:
@@ -119,11 +118,10 @@ def gspo(inputs: LossInputs, config: GspoConfig) -> tuple[Tensor, Tensor]:
     log_r = log_update(inputs)
     s = sequence_means(inputs, log_r.detach()).exp()[inputs.sequences]
     loss, clipped = clipped_surrogate(s * (log_r - log_r.detach()).exp(), inputs.advantages, config)
-    if inputs.old_logprobs is None:
-        return loss, clipped
-    return sequence_means(inputs, mismatch(inputs)).exp().clamp(max=config.truncate)[
-        inputs.sequences
-    ] * loss, clipped
+    if inputs.old_logprobs is not None:
+        weight = sequence_means(inputs, mismatch(inputs)).exp().clamp(max=config.truncate)
+        loss = weight[inputs.sequences] * loss
+    return loss, clipped
 
 
 def dppo(inputs: LossInputs, config: DppoConfig) -> tuple[Tensor, Tensor]:
@@ -136,17 +134,13 @@ def dppo(inputs: LossInputs, config: DppoConfig) -> tuple[Tensor, Tensor]:
     (https://arxiv.org/abs/2501.12599), per token.
     """
     moved = inputs.trainer_logprobs.detach().exp() - inputs.logprobs.exp()
-    moved_too_far = torch.where(
-        inputs.advantages > 0,
-        moved > config.mask_high,
-        (inputs.advantages < 0) & (moved < -config.mask_low),
-    )
+    rises, falls = inputs.advantages > 0, inputs.advantages < 0
+    far = torch.where(rises, moved > config.mask_high, falls & (moved < -config.mask_low))
     log_r = log_ratio(inputs)
-    ratio = torch.where(inputs.advantages < 0, log_r.exp().clamp(max=config.delta), log_r.exp())
-    loss = (
-        torch.where(moved_too_far, 0.0, -ratio * inputs.advantages) + config.kl_tau * log_r.square()
-    )
-    return loss, moved_too_far | ((inputs.advantages < 0) & (log_r.exp() > config.delta))
+    r = log_r.exp()
+    surrogate = -torch.where(falls, r.clamp(max=config.delta), r) * inputs.advantages
+    loss = torch.where(far, 0.0, surrogate) + config.kl_tau * log_r.square()
+    return loss, far | (falls & (r > config.delta))
 
 
 def dro(inputs: LossInputs, config: DroConfig) -> tuple[Tensor, Tensor]:
@@ -154,14 +148,12 @@ def dro(inputs: LossInputs, config: DroConfig) -> tuple[Tensor, Tensor]:
     (https://arxiv.org/abs/2405.19107), with an advantage in place of reward minus learned value."""
     log_r = log_ratio(inputs)
     loss = 0.5 * config.beta * log_r.square() - inputs.advantages * inputs.trainer_logprobs
-    return loss, torch.zeros_like(inputs.sequences, dtype=torch.bool)
+    return loss, nowhere(inputs)
 
 
 def cross_entropy(inputs: LossInputs, config: CrossEntropyConfig) -> tuple[Tensor, Tensor]:
     """-A log p, whatever the sampler."""
-    return -inputs.advantages * inputs.trainer_logprobs, torch.zeros_like(
-        inputs.sequences, dtype=torch.bool
-    )
+    return -inputs.advantages * inputs.trainer_logprobs, nowhere(inputs)
 
 
 @cache
@@ -178,98 +170,68 @@ def custom(inputs: LossInputs, config: CustomConfig) -> tuple[Tensor, Tensor]:
     try:
         result = function(inputs, config)
     except RunError as error:
-        if isinstance(error.__cause__, RuntimeError) and not_its_own(error.__cause__):
-            raise error.__cause__ from None
+        cause = error.__cause__
+        # not its own fault: memory ran out, or another rank died within `sequence_sum`
+        if isinstance(cause, RuntimeError) and (
+            is_out_of_memory(cause)
+            or any(
+                "/torch/distributed/" in f.filename
+                for f in traceback.extract_tb(cause.__traceback__)
+            )
+        ):
+            raise cause from None
         raise
-    if fault := form_fault(result, inputs) or value_fault(result[0], inputs):
-        wanted = (
-            f"return two tensors of shape {list(inputs.trainer_logprobs.shape)}, the loss of "
-            "each token (float, finite, with gradient)"
-        )
+    if fault := fault_of(result, inputs):
         raise function.wrong(
-            fault, f"{wanted} and whether it is clipped (bool), as docs/functions.md shows"
+            fault,
+            f"return two tensors of shape {list(inputs.trainer_logprobs.shape)}, the loss of each "
+            "token (float, finite, with gradient) and whether it is clipped (bool), as "
+            "docs/functions.md shows",
         )
     return result
 
 
-def not_its_own(error: RuntimeError) -> bool:
-    """Whether an error is not the user function's fault: memory ran out, or another rank died
-    within `sequence_sum`."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return is_out_of_memory(error) or any(
-        "/torch/distributed/" in frame.filename for frame in frames
-    )
-
-
-def form_fault(result: object, inputs: LossInputs) -> str:
-    """Describes what is wrong with the type, shape, dtype or device of a user's loss; empty if
-    nothing is."""
-    if not (
-        isinstance(result, tuple)
-        and len(result) == 2
-        and all(isinstance(part, Tensor) for part in result)
-    ):
-        return (
-            f"returned one tensor of shape {list(result.shape)}"
-            if isinstance(result, Tensor)
-            else returned(result)
-        )
-    wanted = inputs.trainer_logprobs
-    for name, part in zip(("loss", "clipped"), result, strict=True):
-        if part.shape != wanted.shape or part.device != wanted.device:
+def fault_of(result: object, inputs: LossInputs) -> str:
+    """Describes what is wrong with a user's loss; empty if nothing is, or if the inputs are not
+    finite either."""
+    if isinstance(result, Tensor):
+        return f"returned one tensor of shape {list(result.shape)}"
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not all(isinstance(tensor, Tensor) for tensor in result):
+        return returned(result)
+    (loss, clipped), wanted = result, inputs.trainer_logprobs
+    for name, tensor in (("loss", loss), ("clipped", clipped)):
+        if tensor.shape != wanted.shape or tensor.device != wanted.device:
             return (
-                f"returned a {name} of shape {list(part.shape)} on {part.device}, not "
+                f"returned a {name} of shape {list(tensor.shape)} on {tensor.device}, not "
                 f"{list(wanted.shape)} on {wanted.device}"
             )
-    loss, clipped = result
     if not loss.is_floating_point() or clipped.dtype != torch.bool:
         return f"returned a loss of {loss.dtype} and a clipped of {clipped.dtype}"
-    return ""
-
-
-def value_fault(loss: Tensor, inputs: LossInputs) -> str:
-    """Describes what is wrong with the values or gradient of a user's loss; empty if nothing is, or
-    if the inputs are not finite either.
-
-    The gradient with respect to the inputs is cheap; that of the parameters, computed later, would
-    not show whose fault it is.
-    """
-    fault = first_not_finite("a loss that", loss, inputs)
-    scores = [
-        scores for scores in (inputs.trainer_logprobs, inputs.entropies) if scores.requires_grad
-    ]
-    if scores and not fault:
-        found = (
-            torch.autograd.grad(loss.sum(), scores, retain_graph=True, allow_unused=True)
-            if loss.requires_grad
-            else ()
+    checked = [("a loss that", loss)]
+    # That with respect to the inputs is cheap; that of the parameters would not show whose fault
+    # it is.
+    scores = [scores for scores in (wanted, inputs.entropies) if scores.requires_grad]
+    if scores and bool(loss.isfinite().all()):
+        found = loss.requires_grad and torch.autograd.grad(
+            loss.sum(), scores, retain_graph=True, allow_unused=True
         )
-        gradients = [gradient for gradient in found if gradient is not None]
-        if not gradients:
+        checked = [("a loss whose gradient", x) for x in found or () if x is not None]
+        if not checked:
             return "returned a loss with no gradient for inputs.trainer_logprobs: was it detached?"
-        faults = (
-            first_not_finite("a loss whose gradient", gradient, inputs) for gradient in gradients
-        )
-        fault = next(filter(None, faults), "")
-    given = (inputs.trainer_logprobs, inputs.entropies, inputs.advantages)
-    return fault if fault and all(bool(values.isfinite().all()) for values in given) else ""
-
-
-def first_not_finite(what: str, values: Tensor, inputs: LossInputs) -> str:
-    """Describes where values are nan or infinite, with the inputs there; empty if all are
-    finite."""
-    bad = ~values.isfinite()
-    if not bool(bad.any()):
+    if not all(bool(x.isfinite().all()) for x in (wanted, inputs.entropies, inputs.advantages)):
         return ""
-    i = int(bad.nonzero()[0])
-    there = ", ".join(
-        f"{name} {getattr(inputs, name)[i].item():g}"
-        for name in ("trainer_logprobs", "logprobs", "advantages")
-    )
-    return (
-        f"returned {what} is {values[i].item():g} at {int(bad.sum())} of {len(values)} tokens, "
-        f"the first with {there}"
-    )
+    for what, values in checked:
+        if len(bad := (~values.isfinite()).nonzero()):
+            at = ", ".join(
+                f"{name} {getattr(inputs, name)[bad[0]].item():g}"
+                for name in ("trainer_logprobs", "logprobs", "advantages")
+            )
+            return (
+                f"returned {what} is {values[bad[0]].item():g} at {len(bad)} of {len(values)} "
+                f"tokens, the first with {at}"
+            )
+    return ""
 
 
 def loss_function(config: AnyLossConfig) -> LossFunction:

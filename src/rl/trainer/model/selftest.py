@@ -64,13 +64,8 @@ OWN_CHOICE = {
 MOST_LIKELY = 64
 """Number of tokens whose log-probabilities are compared at each position; the head computes all
 tokens in the same way."""
-MARGIN = 10.0
-"""A mode may differ by this many times the effect of one rounding error in each embedding,
-because a model has a few hundred roundings in sequence and modes differ in the order of their
-sums."""
-LEAST_LIMIT, MOST_LIMIT = 2e-5, {torch.float32: 1e-2, torch.bfloat16: 0.5}
-"""Bounds of the limit in nats: for models whose outputs hardly depend on the embeddings, and for
-those that rounding dominates."""
+LIMITS = {torch.float32: 1e-2, torch.bfloat16: 0.5}
+"""Nats by which rounding may change a log-probability. A mode that is wrong is some nats off."""
 MODEL_ERRORS = (
     RunError,
     RuntimeError,
@@ -95,8 +90,6 @@ class Alone:
 
     tokens: list[Tensor]  # [T, n] int64: the MOST_LIKELY tokens at each position
     logprobs: list[Tensor]  # [T, n] float32: their log-probabilities
-    limit: float
-    """Nats by which rounding may change them."""
 
 
 def choose_mode(
@@ -151,7 +144,7 @@ def choose_mode(
         print(
             f"{text}{'; rejected ' if reasons else ''}{rejected}; differs by "
             f"{test.difference:.1e} nats from each sample computed alone, rounding allows "
-            f"{test.limit:.1e}",
+            f"{test.limit:g}",
             file=sys.stderr if mode in COSTS else sys.stdout,
             flush=True,
         )
@@ -207,64 +200,39 @@ class SelfTest:
             reason = describe(error)
         largest = torch.tensor(difference, dtype=torch.float64)
         self.difference = float(self.world.reduce(largest, dist.ReduceOp.MAX))
-        self.limit, reason = alone.limit, self.world.broadcast_bytes(reason.encode()).decode()
+        self.limit, reason = LIMITS[dtype], self.world.broadcast_bytes(reason.encode()).decode()
         if self.difference <= self.limit:
             return ""
-        return reason or f"{self.difference:.2g} nats off, rounding allows {self.limit:.1e}"
+        return reason or f"{self.difference:.2g} nats off, rounding allows {self.limit:g}"
 
     @torch.no_grad()
     def compute_alone(self, dtype: torch.dtype) -> Alone:
-        """Computes each sample alone, and the limit that rounding sets. Raises RunError for a model
-        that is not causal or not complete."""
-        model = self.model
-
-        def change(module: object, inputs: object, output: Tensor) -> Tensor:
-            generator = torch.Generator(output.device).manual_seed(0)
-            noise = torch.randn(output.shape, generator=generator, device=output.device)
-            return output * (1 + torch.finfo(dtype).eps * noise.to(output.dtype))
-
+        """Computes each sample alone. Raises RunError for a model that is not causal or not
+        complete."""
         try:
             with quiet():
-                set_mode(model, self.settings, "unpacked", False)
-                model.set_attn_implementation("eager")  # others ignore caps
-            model.eval()
-            logits = [self.logits(ids) for ids in self.ids]
-            hook = model.get_input_embeddings().register_forward_hook(change)
-            changed = self.logits(self.ids[0])
-            hook.remove()
+                set_mode(self.model, self.settings, "unpacked", False)
+                self.model.set_attn_implementation("eager")  # others ignore caps
+            self.model.eval()
+            scores = [self.logits(ids).log_softmax(-1) for ids in self.ids]
         except MODEL_ERRORS as error:
             let_pass(error)
             raise RunError(
                 f"{self.name} cannot be computed alone ({describe(error)}); choose another model"
             ) from None
-        turn_off_randomness(model)
-        tops = [each.topk(min(MOST_LIKELY, each.shape[-1])) for each in logits]
-        logprobs = [
-            top.values - each.logsumexp(-1, keepdim=True)
-            for top, each in zip(tops, logits, strict=True)
-        ]
-
-        def distance(others: Tensor) -> float:
-            """The largest difference of the first sample's log-probabilities from those of logits
-            [T, V] of its first T tokens."""
-            length = len(others)
-            chosen = others.gather(-1, tops[0].indices[:length])
-            return float(
-                (chosen - others.logsumexp(-1, keepdim=True) - logprobs[0][:length]).abs().max()
-            )
-
-        noise = distance(changed)
-        if not math.isfinite(noise):
+        turn_off_randomness(self.model)
+        tops = [each.topk(min(MOST_LIKELY, each.shape[-1])) for each in scores]
+        if not all(bool(top.values.isfinite().all()) for top in tops):
             raise RunError(
                 f"{self.name}: its log-probabilities are not finite; are its weights complete?"
             )
-        limit = min(max(MARGIN * noise, LEAST_LIMIT), MOST_LIMIT[dtype])
-        if distance(logits[1][:PREFIX]) > limit:
+        indices, values = (x[:PREFIX] for x in (tops[0].indices, tops[0].values))
+        if float((scores[1][:PREFIX].gather(-1, indices) - values).abs().max()) > LIMITS[dtype]:
             raise RunError(
                 f"{self.name}: a token's log-probability depends on what follows it; choose a "
                 "causal language model"
             )
-        return Alone([top.indices.cpu() for top in tops], [each.cpu() for each in logprobs], limit)
+        return Alone([top.indices.cpu() for top in tops], [top.values.cpu() for top in tops])
 
     def logits(self, ids: Tensor) -> Tensor:
         """[T] ids -> [T, V] float32, as plain Hugging Face computes them."""

@@ -63,8 +63,8 @@ def make_batch(step: int, examples: pa.Table, places: Sequence[int] | np.ndarray
     is computed once."""
     samples = []
     groups: dict[tuple[int, ...], int] = {}
-    for number, place in enumerate(places):
-        ids, trained = (examples[name][int(place)].as_py() for name in ("tokens", "trained"))
+    for number, index in enumerate(places):
+        ids, trained = (examples[name][int(index)].as_py() for name in ("tokens", "trained"))
         prompt = tuple(ids[: trained.index(True)])
         samples.append(
             TrainingSample.of(

@@ -21,14 +21,13 @@ from rl.config.sft import SftConfig
 from rl.models.chat import Message, RendererError, Tool
 from rl.models.conversation import REASONING, conversation_ids, has_content, missing_text
 from rl.models.folder import own_template, resolve_model, vocab_size
-from rl.models.renderer import load_renderer
-from rl.models.template import Renderer
+from rl.models.renderer import Renderer, load_renderer
 from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids, without_row
 from rl.run_dir.checksums import checksum, verify_files
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
-from rl.trainer.sft.rows import Example, files_of, read_examples, sources
+from rl.trainer.sft.rows import ChatExample, DataSource, files_of, read_examples, sources
 
 PROGRESS_ROWS = 1000
 """Rows between two progress reports, and examples per write."""
@@ -56,19 +55,19 @@ class Tokenizer:
             self.renderer = load_renderer(str(model), config.renderer, trust_remote_code=trusted)
         self.warnings: set[str] = set()
 
-    def samples(self, example: Example, counts: Counter[str]) -> list[Tokens]:
+    def samples(self, example: ChatExample, counts: Counter[str]) -> list[Tokens]:
         """Returns an example's sequences to train: one, several if the template rewrites earlier
         turns, none if nothing is left."""
         if example.text and not self.chat:
-            found = [self.plain_text(*example.text)] if example.text[1] else []
+            samples = [self.plain_text(*example.text)] if example.text[1] else []
         else:
-            found = self.conversation(example)
-        if not found:
+            samples = self.conversation(example)
+        if not samples:
             counts["without an answer to train"] += 1
-        for ids, _ in found:
+        for ids, _ in samples:
             if fault := without_row(self.tokenizer, ids, self.vocabulary):
-                raise RunError(f"{example.place}: {fault}")
-        return [kept for sample in found if (kept := self.truncated(sample, counts))]
+                raise RunError(f"{example.where}: {fault}")
+        return list(filter(None, (self.truncated(sample, counts) for sample in samples)))
 
     def plain_text(self, prompt: str, completion: str) -> Tokens:
         """Encodes prompt and completion without a chat template, and adds the end-of-text token.
@@ -81,14 +80,13 @@ class Tokenizer:
                 "the model's tokenizer has no end-of-text token (eos_token), so it could "
                 "never learn to stop; set one"
             )
-        given = text_ids(self.tokenizer, prompt) if prompt else []
-        answer = (
-            self.tokenizer.encode(completion, add_special_tokens=False)
-            if prompt
-            else text_ids(self.tokenizer, completion)
-        )
-        sampled = [*answer, self.tokenizer.eos_token_id]
-        return given + sampled, [False] * len(given) + [bool(given)] + [True] * (len(sampled) - 1)
+        if not prompt:
+            ids = [*text_ids(self.tokenizer, completion), self.tokenizer.eos_token_id]
+            return ids, [False] + [True] * (len(ids) - 1)
+        context = text_ids(self.tokenizer, prompt)
+        answer = self.tokenizer.encode(completion, add_special_tokens=False)
+        answer = [*answer, self.tokenizer.eos_token_id]
+        return context + answer, [False] * len(context) + [True] * len(answer)
 
     def truncated(self, sample: Tokens, counts: Counter[str]) -> Tokens | None:
         """Returns the sample if it is not too long; otherwise cuts it or returns None, depending
@@ -101,20 +99,21 @@ class Tokenizer:
         counts["cut to model.max_model_len" if fits else "longer than model.max_model_len"] += 1
         return cut if fits else None
 
-    def conversation(self, example: Example) -> list[Tokens]:
+    def conversation(self, example: ChatExample) -> list[Tokens]:
         """Returns a chat's turns to train, each after exactly the ids that would precede it in a
         rollout. Raises RunError."""
         if self.renderer is None:
             raise RunError(
-                f"{example.place}: a list of messages needs a chat template, but the model's "
+                f"{example.where}: a list of messages needs a chat template, but the model's "
                 "tokenizer has none; name one: "
                 "--model.chat_template chatml, or a file (or give prompt and completion as text)"
             )
-        messages = (
-            [without_reasoning(message) for message in example.messages]
-            if self.sft.drop_reasoning
-            else example.messages
-        )
+        messages = example.messages
+        if self.sft.drop_reasoning:
+            messages = [
+                {key: value for key, value in message.items() if key not in REASONING}
+                for message in messages
+            ]
         first = max(1, example.num_context)
         answers = [
             i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first
@@ -123,7 +122,7 @@ class Tokenizer:
         try:
             return list(self.turns(messages, answers, wanted, example.tools))
         except RendererError as error:
-            raise RunError(f"{example.place}: {error}") from None
+            raise RunError(f"{example.where}: {error}") from None
 
     def turns(
         self,
@@ -156,10 +155,6 @@ class Tokenizer:
             yield ids, trained
 
 
-def without_reasoning(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key not in REASONING}
-
-
 # The run's data/ ----------------------------------------------------------------------------------
 
 
@@ -167,17 +162,13 @@ def write_examples(path: Path, samples: Iterator[tuple[Tokens, int]]) -> dict[st
     """Writes pairs of (example, its task's number) to an Arrow file; returns the totals."""
     sizes = Counter(examples=0, tokens=0, trained_tokens=0)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as file:
-        while rows := [
-            (ids, trained, group) for (ids, trained), group in islice(samples, PROGRESS_ROWS)
-        ]:
-            file.write_batch(
-                pa.record_batch([list(column) for column in zip(*rows, strict=True)], schema=SCHEMA)
-            )
-            sizes.update(
-                examples=len(rows),
-                tokens=sum(len(row[0]) for row in rows),
-                trained_tokens=sum(sum(row[1]) for row in rows),
-            )
+        while rows := list(islice(samples, PROGRESS_ROWS)):
+            ids, trained = ([tokens[column] for tokens, _ in rows] for column in (0, 1))
+            columns = [ids, trained, [group for _, group in rows]]
+            file.write_batch(pa.record_batch(columns, schema=SCHEMA))
+            sizes["examples"] += len(rows)
+            sizes["tokens"] += sum(map(len, ids))
+            sizes["trained_tokens"] += sum(map(sum, trained))
     return dict(sizes)
 
 
@@ -195,56 +186,45 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
     except RendererError as error:
         raise RunError(str(error)) from None
 
+    def write(path: Path, source: DataSource) -> tuple[dict[str, Any], set[int]]:
+        """Returns what the manifest says of a data set, and the hashes of its tasks."""
+        counts, tasks, name = Counter[str](), dict[int, int](), source.dataset
+        is_here = files_of(source) or Path(name).expanduser().exists()
+        where = name if is_here else f"{name} from the Hugging Face hub"
+        report(Phase.READING_DATA, None, where)
+
+        def samples() -> Iterator[tuple[Tokens, int]]:
+            for example in read_examples(source, sft, counts):
+                if counts["rows"] % PROGRESS_ROWS == 0:
+                    report(Phase.READING_DATA, None, f"{name}: {counts['rows']:,} rows")
+                # a task without one must not be held out
+                for sample in tokenizer.samples(example, counts):
+                    yield sample, tasks.setdefault(hash(example.group), len(tasks))
+
+        sizes = write_examples(path, samples())
+        rows = counts.pop("rows", 0)
+        if not sizes["examples"]:
+            reasons = ", ".join(f"{number} {what}" for what, number in counts.items())
+            raise RunError(
+                f"{source.key} = {name!r}: nothing is left of {rows} rows: "
+                f"{reasons or 'there are no rows'}"
+            )
+        return {"dataset": name, "rows": rows, **sizes, "left_out": dict(counts)}, {*tasks}
+
     def fill(folder: Path) -> None:
         manifest: dict[str, Any] = {"style": "chat" if tokenizer.chat else "completion"}
         trained = set[int]()
         for name, source in sources(sft).items():
-            counts, tasks = Counter[str](), dict[int, int]()
-            there = files_of(source) or Path(source.dataset).expanduser().exists()
-            report(
-                Phase.READING_DATA,
-                None,
-                source.dataset if there else f"{source.dataset} from the Hugging Face hub",
-            )
-
-            def samples(source=source, counts=counts, tasks=tasks) -> Iterator[tuple[Tokens, int]]:
-                for example in read_examples(source, sft, counts):
-                    if counts["rows"] % PROGRESS_ROWS == 0:
-                        report(
-                            Phase.READING_DATA, None, f"{source.dataset}: {counts['rows']:,} rows"
-                        )
-                    # a task without one must not be held out
-                    for sample in tokenizer.samples(example, counts):
-                        yield sample, tasks.setdefault(hash(example.group), len(tasks))
-
-            sizes = write_examples(folder / f"{name}.arrow", samples())
-            rows = counts.pop("rows", 0)
-            if not sizes["examples"]:
-                why = (
-                    ", ".join(f"{number} {what}" for what, number in counts.items())
-                    or "there are no rows"
-                )
-                raise RunError(
-                    f"{source.key} = {source.dataset!r}: nothing is left of {rows} rows: {why}"
-                )
-            if both := trained & tasks.keys():
+            manifest[name], tasks = write(folder / f"{name}.arrow", source)
+            if both := trained & tasks:
                 tokenizer.warnings.add(
                     f"{len(both)} of {len(tasks)} prompts of {source.key} are trained on "
                     "too: hold out others"
                 )
-            trained = {*tasks}
-            manifest[name] = {
-                "dataset": source.dataset,
-                "rows": rows,
-                **sizes,
-                "left_out": dict(counts),
-            }
+            trained = tasks
         manifest["warnings"] = sorted(tokenizer.warnings)
-        manifest["files"] = {
-            str(path.relative_to(folder)): checksum(path)
-            for path in sorted(folder.rglob("*"))
-            if path.is_file()
-        }
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        manifest["files"] = {str(path.relative_to(folder)): checksum(path) for path in paths}
         (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
     write_directory(directory, fill)

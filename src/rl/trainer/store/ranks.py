@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rl.system.errors import RunError
+from rl.system.errors import RunError, exit_code_of
 from rl.system.linux import pid_scope
 from rl.trainer.parallel.world import World
 
 
-class Ranks:
+class RankThreads:
     """One thread of each rank, or one after the other; they all call the same methods in the
     same order. Without a world: a rank alone."""
 
@@ -35,25 +35,25 @@ class Ranks:
     def share(self, work: Callable[[], Any]) -> list[Any]:
         """Returns each rank's result of `work`, by rank, on every rank: values that JSON can hold.
 
-        Waits for: all ranks. Raises an OSError or RunError of any rank on every rank.
+        Waits for: all ranks. Raises an OSError or RunError of any rank on every rank, on the others
+        as a RunError.
         """
         if not self.world or self.size == 1:
             return [work()]
-        own, message = None, {}
+        error: OSError | RunError | None = None
         try:
             message = {"result": work()}
-        except (OSError, RunError) as error:
+        except (OSError, RunError) as failure:
             if self.failed:
                 raise
-            own, message = error, said(error)
-        answers = [
-            json.loads(data)
-            for data in self.world.gather_bytes(json.dumps(message).encode(), self.group)
-        ]
-        for rank, answer in enumerate(answers):
+            error = failure
+            message = {"text": f"{error} (on rank {self.rank})", "code": exit_code_of(error)}
+        data = self.world.gather_bytes(json.dumps(message).encode(), self.group)
+        answers = [json.loads(answer) for answer in data]
+        for answer in answers:
             if "result" not in answer:
                 self.failed = True
-                raise own or heard(rank, answer)
+                raise error or RunError(answer["text"], answer["code"])
         return [answer["result"] for answer in answers]
 
     def of_main(self, work: Callable[[], Any]) -> Any:
@@ -65,19 +65,3 @@ class Ranks:
         """Adds all ranks' values on rank 0, in place; the others' are undefined afterwards."""
         if self.size > 1:
             dist.reduce(values, dst=0, group=self.group)
-
-
-def said(error: OSError | RunError) -> dict[str, Any]:
-    if isinstance(error, OSError):
-        return {"errno": error.errno, "text": error.strerror, "file": error.filename}
-    return {"text": str(error), "code": error.exit_code}
-
-
-def heard(rank: int, answer: dict[str, Any]) -> OSError | RunError:
-    """The error of another rank."""
-    text = f"{answer['text']} (on rank {rank})"
-    return (
-        OSError(answer["errno"], text, answer["file"])
-        if "errno" in answer
-        else RunError(text, answer["code"])
-    )

@@ -27,8 +27,8 @@ class Registered:
         self.image, self.memory = image, image.memory
         self.index = torch.empty(0, dtype=torch.uint8)
         self.name = new_name()
-        found = image.ranks.share(self._register)
-        image.ranks.of_main(lambda: self._write_index(found))
+        ranks = image.ranks.share(self._register)
+        image.ranks.of_main(lambda: self._write_index(ranks))
 
     def _register(self) -> dict[str, Any]:
         """Returns what a server needs to read this rank's slices."""
@@ -63,8 +63,8 @@ class Registered:
             return None
         self.name = new_name()
         self._mark(self.name.encode())
-        place = pid_scope() if nixl.is_local() else ""
-        return OverNetwork(place, self.metadata, self.index.data_ptr(), len(self.index), self.name)
+        scope = pid_scope() if nixl.is_local() else ""
+        return OverNetwork(scope, self.metadata, self.index.data_ptr(), len(self.index), self.name)
 
     def withdraw(self) -> None:
         """Tells readers, which look at the mark after they have read, that the content is about

@@ -53,7 +53,7 @@ function joined(lines, weight) {
   return uPlot.join(tables);
 }
 
-/** @param {{title: string, what: string, lines: Line[], marks: import("./types").Mark[], axis: string, weight: number,
+/** @param {{title: string, what: string, lines: Line[], marks: import("./types").CurveMark[], axis: string, weight: number,
  *   zoom: [number, number] | null, span: [number, number] | null, setZoom: (zoom: [number, number] | null) => void, open: (run: string, step: number) => void, height?: number}} props */
 export function Chart(props) {
   const { title, what, lines, axis, weight, zoom, height = HEIGHT } = props;
@@ -242,7 +242,7 @@ function listen(u, now) {
 
 const MARKS = { eval: "--c0", checkpoint: "--faint", restart: "--warn", death: "--bad", change: "--c4" };
 
-/** Marks as lines behind the curves: evaluations and checkpoints as short ticks, deaths and changes over the whole height. @param {any} u @param {import("./types").Mark[]} marks */
+/** Marks as lines behind the curves: evaluations and checkpoints as short ticks, deaths and changes over the whole height. @param {any} u @param {import("./types").CurveMark[]} marks */
 function drawMarks(u, marks) {
   const { ctx, bbox } = u;
   ctx.save();

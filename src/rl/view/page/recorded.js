@@ -23,9 +23,9 @@ const ANSWERS = {
   timeline: (all, { begin, end }) => between(all.timeline, Math.max(Number(begin) || 0, all.timeline.first), Math.min(Number(end) || Infinity, all.timeline.last)),
 };
 
-/** The part of a timeline in an interval. @param {import("./types").Timeline} all @param {number} begin @param {number} end */
+/** The part of a timeline in an interval. @param {import("./types").LaneTimeline} all @param {number} begin @param {number} end */
 function between(all, begin, end) {
-  const inside = (/** @type {import("./types").Span[]} */ spans) => spans.filter((span) => span.end >= begin && span.begin <= end);
+  const inside = (/** @type {import("./types").LaneSpan[]} */ spans) => spans.filter((span) => span.end >= begin && span.begin <= end);
   const lanes = all.lanes.map((lane) => ({ ...lane, spans: inside(lane.spans) }));
   return { ...all, begin, end, lanes, quiet: inside(all.quiet), moments: all.moments.filter((moment) => moment.time >= begin && moment.time <= end) };
 }

@@ -68,7 +68,7 @@ async function placeOf(question, id) {
   return -1;
 }
 
-/** @param {import("./types").Rollouts} data */
+/** @param {import("./types").RolloutPage} data */
 function summary(data) {
   if (data.searched === null) return plural(data.total, "rollout");
   return data.complete ? `${data.total.toLocaleString("en")} of ${plural(data.searched, "rollout")}` : `${data.total.toLocaleString("en")} so far, in the first ${plural(data.searched, "rollout")}: narrow the filters to see more`;

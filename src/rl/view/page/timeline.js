@@ -6,8 +6,8 @@ import { clock, day, duration } from "./format.js";
 import { change, link } from "./router.js";
 import { Fault, numberIn, Words, WrongNumbers } from "./ui.js";
 
-/** @typedef {import("./types").Span} Span */
-/** @typedef {import("./types").Timeline} Answer */
+/** @typedef {import("./types").LaneSpan} Span */
+/** @typedef {import("./types").LaneTimeline} Answer */
 
 const ROW = 26, LEFT = 0, WIDTH = 1000;
 const WAITS = /wait|idle/;
@@ -126,7 +126,7 @@ function kind(name) {
   return `k${sum % 6}`;
 }
 
-/** @param {{data: import("./types").Timeline, look: (begin: number, end: number) => void, at: number | null, point: (time: number) => void}} props */
+/** @param {{data: import("./types").LaneTimeline, look: (begin: number, end: number) => void, at: number | null, point: (time: number) => void}} props */
 function Lanes({ data, look, at, point }) {
   const box = useRef(/** @type {SVGSVGElement | null} */ (null));
   const [drag, setDrag] = useState(/** @type {[number, number] | null} */ (null));
@@ -167,12 +167,12 @@ function ticks(begin, end) {
   return found;
 }
 
-/** @param {import("./types").Timeline} data */
+/** @param {import("./types").LaneTimeline} data */
 function spoken(data) {
   return `Lanes of ${[...new Set(data.lanes.map((lane) => lane.process))].join(", ")} from ${clock(data.begin)} to ${clock(data.end)}; the table below has their shares of the time`;
 }
 
-/** @param {{data: import("./types").Timeline}} props */
+/** @param {{data: import("./types").LaneTimeline}} props */
 function Shares({ data }) {
   const length = data.end - data.begin;
   const rows = [...new Set(data.lanes.map((lane) => lane.process))].flatMap((process) => {

@@ -72,7 +72,7 @@ export interface Metric {
 
 export interface Curves {
   series: Series[];
-  marks: Mark[];
+  marks: CurveMark[];
 }
 
 export interface Series {
@@ -88,7 +88,7 @@ export interface Series {
   highs: number[];
 }
 
-export interface Mark {
+export interface CurveMark {
   run: string;
   kind: "change" | "checkpoint" | "death" | "eval" | "restart";
   step: number;
@@ -96,7 +96,7 @@ export interface Mark {
   text: string;
 }
 
-export interface Rollouts {
+export interface RolloutPage {
   total: number;
   offset: number;
   rows: RolloutRow[];
@@ -193,7 +193,7 @@ export interface TaskRow {
   prompt: string;
 }
 
-export interface Task {
+export interface TaskDetail {
   env: string;
   task: number;
   prompt: Message[];
@@ -209,24 +209,24 @@ export interface TaskVersion {
   rows: RolloutRow[];
 }
 
-export interface Timeline {
+export interface LaneTimeline {
   begin: number;
   end: number;
   first: number;
   last: number;
   lanes: Lane[];
   moments: Moment[];
-  quiet: Span[];
+  quiet: LaneSpan[];
   note: string;
 }
 
 export interface Lane {
   process: string;
   name: string;
-  spans: Span[];
+  spans: LaneSpan[];
 }
 
-export interface Span {
+export interface LaneSpan {
   name: string;
   begin: number;
   end: number;
@@ -287,12 +287,12 @@ export interface Answers {
   compare: Comparison;
   metrics: Metrics;
   curves: Curves;
-  rollouts: Rollouts;
+  rollouts: RolloutPage;
   rollout: RolloutDetail;
   tokens: Tokens;
   tasks: Tasks;
-  task: Task;
-  timeline: Timeline;
+  task: TaskDetail;
+  timeline: LaneTimeline;
   health: Health;
   log: Log;
 }

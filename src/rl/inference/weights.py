@@ -1,37 +1,74 @@
-"""A policy version in the memory of its trainer's ranks, read over the network (see
-`rl.trainer.store.registered`).
+"""The tensors of a policy version, read one after the other: from its files, or over the network
+from the memory of its trainer's ranks (see `rl.trainer.store.registered`).
 
-Nothing keeps the trainer from making its next version meanwhile. A reader therefore looks at the
-version's mark after it has read (`confirm`), and what it has read counts only then.
+There, nothing keeps the trainer from making its next version meanwhile. A reader therefore looks at
+the version's mark after it has read (`confirm`), and what it has read counts only then.
 """
 
 import base64
-import itertools
 import json
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from rl.inference.file_tensor import Weights, memory
-from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, weight_files
 from rl.run_dir.checksums import content_of
 from rl.run_dir.digests import Digest, covers, digest
 from rl.run_dir.in_memory import OverNetwork
-from rl.run_dir.safetensors import entry_of
+from rl.run_dir.safetensors import entry_of, read_header
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 
+DTYPES = {
+    **{"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64},
+    **{"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
+    **{"BOOL": torch.bool, "U8": torch.uint8},
+}
+"""Types by their names in the safetensors format."""
 BUFFER, MOST = 8 << 20, 1024
 """Bytes that are read at once, and in how many pieces at most: NIXL looks at all of them each
 time that it is asked for news."""
 READ_S, POLL_S = 4.0, 0.0002
 """How long reading that much may take, and the interval at which NIXL is asked."""
+
+
+class Weights:
+    """The tensors of a model's files, which stay open until they are read."""
+
+    def __init__(self, folder: Path):
+        """Raises RunError if a file is not whole, OSError if it cannot be opened."""
+        self.files = [(read_header(path), path.open("rb")) for path in weight_files(folder)]
+        self.bytes_read = 0
+
+    def confirm(self) -> None:
+        """Raises RunError if what was read may be of another version; an open file stays."""
+
+    def fill(self, source: Any, start: int, into: memoryview) -> None:
+        """Reads from byte `start` of a file on. Raises RunError if it is too short, OSError."""
+        source.seek(start)
+        if source.readinto(into) < len(into):
+            raise RunError(f"{source.name}: it was cut short while it was read")
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for header, source in self.files:
+            for name, entry in header.items():
+                tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+                self.fill(source, entry.start, memory(tensor))
+                self.bytes_read += tensor.nbytes
+                yield name, tensor
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 class Piece(NamedTuple):
@@ -53,15 +90,13 @@ class Owned(NamedTuple):
 
 
 class NixlReader:
-    """Reads the memory of other processes, in order, into that of this one. `bytes_read` counts."""
+    """Reads the memory of other processes, in order, into that of this one."""
 
     def __init__(self) -> None:
         """Raises RunError without NIXL."""
-        self.bytes_read, self.owned = 0, [Owned(0, 0, "", 0)]
-        self.agent, self.buffer = (
-            nixl.make_agent(serves=False),
-            torch.empty(BUFFER, dtype=torch.uint8),
-        )
+        self.owned = [Owned(0, 0, "", 0)]
+        self.agent = nixl.make_agent(serves=False)
+        self.buffer = torch.empty(BUFFER, dtype=torch.uint8)
         # keeps it: until NIXL's agent has gone, a network card may write into it
         weakref.finalize(self.agent.agent, self.buffer.numel)
         with nixl.blamed("cannot register memory"):
@@ -72,14 +107,9 @@ class NixlReader:
         with nixl.blamed("cannot connect to a rank of the trainer"):
             return self.agent.add_remote_agent(metadata).decode()
 
-    def read(self, starts: list[int], length: int, into: memoryview) -> None:
-        """See Reader. The offsets are those in a version, from the first byte of its first
-        tensor."""
-        self.copy((piece for start in starts for piece in self.pieces(start, length)), into)
-
     def pieces(self, start: int, length: int) -> Iterator[Piece]:
-        """Yields where the ranks have `length` bytes of a version. Raises RunError if none has
-        them."""
+        """Yields where the ranks have `length` bytes of a version from byte `start` on, counted
+        from the first of its first tensor. Raises RunError if none has them."""
         end = start + length
         while start < end:
             owner = self.owned[bisect_right(self.owned, start, key=lambda owned: owned.first) - 1]
@@ -91,44 +121,49 @@ class NixlReader:
             yield Piece(owner.agent, owner.start + start, stop - start)
             start = stop
 
-    def copy(self, pieces: Iterator[Piece], into: memoryview) -> None:
+    def copy(self, pieces: Iterable[Piece], into: memoryview) -> None:
         """Fills `into` with pieces, one after the other. Raises RunError if that takes too long
         or a process has ended; then this reader cannot be used any more."""
-        small = (
-            Piece(p.agent, p.address + at, min(BUFFER, p.size - at))
-            for p in pieces
-            for at in range(0, p.size, BUFFER)
-        )
         batch: list[Piece] = []
         size = done = 0
-        for piece in itertools.chain(small, [None]):
-            if batch and (piece is None or len(batch) == MOST or size + piece.size > BUFFER):
+
+        def fetch() -> None:
+            nonlocal size, done
+            if batch:
                 self._fetch(batch)
                 into[done : done + size] = memory(self.buffer[:size])
-                done, self.bytes_read, size, batch = done + size, self.bytes_read + size, 0, []
-            if piece is not None:
-                batch.append(piece)
-                size += piece.size
+                done, size = done + size, 0
+                batch.clear()
+
+        for piece in pieces:
+            for offset in range(0, piece.size, BUFFER):
+                length = min(BUFFER, piece.size - offset)
+                if len(batch) == MOST or size + length > BUFFER:
+                    fetch()
+                batch.append(Piece(piece.agent, piece.address + offset, length))
+                size += length
+        fetch()
 
     def _fetch(self, batch: list[Piece]) -> None:
         """Fills the buffer."""
-        at, deadline, transfers = self.buffer.data_ptr(), time.monotonic() + READ_S, []
+        deadline, address = time.monotonic() + READ_S, self.buffer.data_ptr()
         with nixl.blamed("a rank of the trainer cannot be read"):
-            ends = itertools.accumulate((piece.size for piece in batch), initial=at)
             by_agent: dict[str, tuple[list, list]] = {}
-            for piece, place in zip(batch, ends, strict=False):
-                here, there = by_agent.setdefault(piece.agent, ([], []))
-                here.append((place, piece.size, 0))
-                there.append((piece.address, piece.size, 0))
+            for piece in batch:
+                ours, theirs = by_agent.setdefault(piece.agent, ([], []))
+                ours.append((address, piece.size, 0))
+                theirs.append((piece.address, piece.size, 0))
+                address += piece.size
+            transfers = []
             for agent, both in by_agent.items():
-                here, there = (self.agent.get_xfer_descs(places, nixl.DRAM) for places in both)
-                transfers.append(self.agent.initialize_xfer("READ", here, there, agent))
+                ours, theirs = (self.agent.get_xfer_descs(memories, nixl.DRAM) for memories in both)
+                transfers.append(self.agent.initialize_xfer("READ", ours, theirs, agent))
             states = [self.agent.transfer(transfer) for transfer in transfers]
             while "PROC" in states and time.monotonic() < deadline:
                 time.sleep(POLL_S)
                 states = [
-                    self.agent.check_xfer_state(one) if state == "PROC" else state
-                    for one, state in zip(transfers, states, strict=True)
+                    self.agent.check_xfer_state(transfer) if state == "PROC" else state
+                    for transfer, state in zip(transfers, states, strict=True)
                 ]
             if {*states} != {"DONE"}:
                 raise RunError(
@@ -149,44 +184,40 @@ class NetworkWeights(Weights):
                 "the trainer lets processes of its own host alone read its memory: "
                 f"{nixl.SEVERAL_HOSTS}"
             )
-        self.version, self.reader = version, NixlReader()
-        self.main, index = self.reader.connect(version.agent), bytearray(version.size)
-        self.reader.copy(iter([Piece(self.main, version.address, version.size)]), memoryview(index))
-        self.check(bytes(index[: len(version.mark)]))
-        content = json.loads(index[len(version.mark) :])
-        header: dict[str, Any] = {
-            name: entry
-            for name, entry in json.loads(content["header"]).items()
-            if name != "__metadata__"
-        }
+        self.version, self.reader, self.bytes_read = version, NixlReader(), 0
+        self.main = self.reader.connect(version.agent)
+        index = json.loads(self.read_index(version.size))
+        header = json.loads(index["header"])
+        header.pop("__metadata__", None)
         self.tensors: Tensors = {name: entry_of(entry, 0) for name, entry in header.items()}
         self.slices: list[list[tuple[int, int]]] = [[] for _ in self.tensors]
         starts, owned = [entry.start for entry in self.tensors.values()], []
-        for rank in content["ranks"]:
+        for rank in index["ranks"]:
             agent = self.reader.connect(base64.b64decode(rank["agent"]))
             for number, first, end in rank["slices"]:
+                start = starts[number]
                 self.slices[number].append((first, end))
-                owned.append(
-                    Owned(starts[number] + first, starts[number] + end, agent, rank["start"])
-                )
+                owned.append(Owned(start + first, start + end, agent, rank["start"]))
         self.reader.owned = sorted(owned) or self.reader.owned
-        self.reader.bytes_read = 0
-        self.files = [(self.tensors, self.reader)]
+        self.files = [(self.tensors, self.reader)]  # type: ignore[assignment]
 
-    def check(self, mark: bytes) -> None:
-        if mark != self.version.mark:
+    def fill(self, source: NixlReader, start: int, into: memoryview) -> None:
+        source.copy(source.pieces(start, len(into)), into)
+
+    def read_index(self, size: int) -> bytes:
+        """Returns the first bytes of the index without its mark. Raises WeightsGoneError."""
+        index, mark = bytearray(size), self.version.mark
+        self.reader.copy([Piece(self.main, self.version.address, size)], memoryview(index))
+        if index[: len(mark)] != mark:
             raise WeightsGoneError(
                 "the trainer has begun to make its next version: this one is only in its folder"
             )
+        return bytes(index[len(mark) :])
 
     def confirm(self) -> None:
         """Raises WeightsGoneError if the version has changed since it was made: then something
         else may have been read."""
-        mark = bytearray(len(self.version.mark))
-        self.reader.copy(
-            iter([Piece(self.main, self.version.address, len(mark))]), memoryview(mark)
-        )
-        self.check(bytes(mark))
+        self.read_index(len(self.version.mark))
 
     def content(self) -> str:
         """Reads all, a slice at a time, and returns its content_id (see rl.run_dir.checksums)."""
@@ -195,7 +226,7 @@ class NetworkWeights(Weights):
             hashed: list[list] = []
             for first, end in sorted(slices) or [(0, 0)]:
                 data = bytearray(end - first)
-                self.reader.read([entry.start + first], end - first, memoryview(data))
+                self.fill(self.reader, entry.start + first, memoryview(data))
                 hashed.append([first, end, digest(data)])
             if not covers(hashed, entry.end - entry.start):
                 raise RunError(
@@ -212,13 +243,11 @@ def check_content(
     """Reads all of a version. Raises RunError if it cannot be read, does not fit the served
     model (see check_weights), or does not have the content_id `content`, which is empty if it is
     not known."""
-    weights = NetworkWeights(version)
-    check_weights(
-        Path("the version in the trainer's memory"), base, expected, tied, weights.tensors
-    )
-    found = weights.content()
+    weights, where = NetworkWeights(version), Path("the version in the trainer's memory")
+    check_weights(where, base, expected, tied, weights.tensors)
+    actual = weights.content()
     weights.confirm()
-    if found != content:
+    if actual != content:
         raise RunError(
             "what the trainer's ranks have in memory does not match its digests, or these "
             "cannot be read"
