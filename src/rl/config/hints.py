@@ -26,12 +26,12 @@ def hint(key: str) -> str:
     plain = without_numbers(key)
     if remedy := types_with(plain):
         return remedy
-    parts = plain.split(".")
-    meant = ending_like(parts, ALIKE) if len(parts) > 1 else []
+    path = plain.split(".")
+    meant = ending_like(path, ALIKE) if len(path) > 1 else []
     if not meant and (elsewhere := known_elsewhere(plain)):
         return elsewhere
-    if not meant and (len(parts) == 1 or parts[0] in (*SECTIONS, *RUN_WIDE)):
-        meant = ending_like(parts[-1:], SURE)
+    if not meant and (len(path) == 1 or path[0] in (*SECTIONS, *RUN_WIDE)):
+        meant = ending_like(path[-1:], SURE)
     return f"did you mean {' or '.join(meant[:2])}?" if meant else "see --help all"
 
 
@@ -40,10 +40,10 @@ def ending_like(words: list[str], cutoff: float) -> list[str]:
     first; empty if there are too many."""
     keys = []
     for name in (*field_tree(RLConfig), *ALIASES):
-        parts = name.split(".")[-len(words) :]
-        if len(parts) == len(words) and all(
+        path = name.split(".")[-len(words) :]
+        if len(path) == len(words) and all(
             SequenceMatcher(None, word, part).ratio() >= cutoff
-            for word, part in zip(words, parts, strict=True)
+            for word, part in zip(words, path, strict=True)
         ):
             keys.append(ALIASES.get(name, name))
     keys = sorted(dict.fromkeys(keys), key=lambda name: name.count("."))

@@ -229,8 +229,8 @@ def event_text(event: Event) -> str:
     if event.event == "start":
         return "rl has started" if event.process == "rl" else ""
     if event.event == "death":
-        said = f", saying: {event.said}" if event.said else ""
-        return f"  {event.process} {event.reason}, {event.doing or 'not started'}{said}"
+        quote = f", saying: {event.said}" if event.said else ""
+        return f"  {event.process} {event.reason}, {event.doing or 'not started'}{quote}"
     if event.event == "repair":
         return "\n".join(f"  repaired: {text}" for text in event.lines)
     if event.event == "ready" and event.seconds is None:
