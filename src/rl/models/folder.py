@@ -134,17 +134,17 @@ def weights_digest(folder: Path) -> str:
     """A hash of a model's files of weights: of their names and sizes, their headers, and the
     first SAMPLE_BYTES of each tensor. It takes no time, and tells other weights of the same
     shapes."""
-    found = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
+    hasher = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
     for path in model_files(folder):
         entries = read_header(path).items()
         with path.open("rb") as file:
-            found.update(f"{path.name} {file.seek(0, os.SEEK_END)}\n{sorted(entries)!r}".encode())
+            hasher.update(f"{path.name} {file.seek(0, os.SEEK_END)}\n{sorted(entries)!r}".encode())
             for start, length in sorted(
                 (entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries
             ):
                 file.seek(start)
-                found.update(file.read(length))
-    return found.hexdigest()
+                hasher.update(file.read(length))
+    return hasher.hexdigest()
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -190,23 +190,20 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "models"
 
 
-def template_text(folder: Path, given: str) -> bytes:
+def template_text(folder: Path, name: str) -> bytes:
     """The chat template that model.chat_template names for the model in `folder`. Raises RunError.
 
     The built-in one is ChatML. If the tokenizer has no `<|im_end|>`, messages end with its
     end-of-text token instead.
     """
-    if given == BUILT_IN_TEMPLATE:
-        known = any(
-            b"<|im_end|>" in (folder / name).read_bytes()
-            for name in VOCABULARIES
-            if (folder / name).is_file()
-        )
+    if name == BUILT_IN_TEMPLATE:
+        files = [folder / file for file in VOCABULARIES if (folder / file).is_file()]
+        known = any(b"<|im_end|>" in file.read_bytes() for file in files)
         return CHATML.replace("END", "'<|im_end|>'" if known else "eos_token").encode()
-    template = Path(given)
+    template = Path(name)
     if not template.is_file():
         raise RunError(
-            f"model.chat_template = {given!r}: no such file; give a file with a Jinja chat "
+            f"model.chat_template = {name!r}: no such file; give a file with a Jinja chat "
             "template, or chatml, which is built in"
         )
     return utf8(template).encode()
