@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rl.cluster import agent as module
-from rl.cluster.agent import Agent
+from rl.cluster.agent import RankAgent
 from rl.config.run import RLConfig
 from rl.launch.devices import Share, Split
 from rl.launch.roles import AGENT
@@ -46,7 +46,7 @@ def make(tmp_path, children, monkeypatch):
     monkeypatch.setattr(module, "PYTHON", (str(program), *PYTHON[1:]))
     monkeypatch.setattr(module, "AGENT", [str(program), *AGENT[1:]])
 
-    def make_agent(ranks: int) -> tuple[Agent, Path]:
+    def make_agent(ranks: int) -> tuple[RankAgent, Path]:
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
         tables = {
             "name": "x",
@@ -57,7 +57,7 @@ def make(tmp_path, children, monkeypatch):
         share = Share([], sorted(os.sched_getaffinity(0)), {"SHARE": "1"})
         note = tmp_path / "note"
         environment = {"NODE": "1", "NOTE": str(note)}
-        return Agent(
+        return RankAgent(
             RLConfig.model_validate(tables),
             1,
             5,

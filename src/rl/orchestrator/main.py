@@ -49,16 +49,6 @@ from rl.wire.worker_messages import TEMPLATE_REMEDY
 log = logging.getLogger("rl.orchestrator")
 
 
-def ready_homes(config: RLConfig, status: Status) -> Homes:
-    """Returns the homes of the environments, recorded in the run directory. Missing homes are
-    made, which happens if `rl` runs on another machine or not at all. Call it while SIGTERM
-    still ends this process immediately."""
-    status.enter(Phase.LOADING_ENVIRONMENTS)
-    homes = homes_of(config, log.info, recorded=True)
-    record(config, homes)
-    return homes
-
-
 async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -> RunEnd:
     """Runs everything from the first worker to the last eval. SIGTERM and SIGINT cancel it, so
     that workers end with the orchestrator."""
@@ -139,6 +129,43 @@ def import_hub() -> None:
     from huggingface_hub import errors, snapshot_download  # noqa: F401
 
 
+def run_all(config: RLConfig, closing: contextlib.ExitStack) -> None:
+    """Takes the role and runs; what is to be closed at the end goes to `closing`."""
+    load_functions(config)
+    run_dir = config.run_dir
+    closing.callback(hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S).close)
+    run_dir.run_end.unlink(missing_ok=True)
+    # another run's server may now answer at the port of a dead one
+    forget_dead_servers(run_dir.status_dir)
+    clean_leftovers(
+        run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours=""
+    )
+    # started without `rl`: the run directory must be self-describing
+    if not run_dir.config.exists():
+        write_config(run_dir.config, config)
+    spans.start(run_dir.spans, "orchestrator")
+    status = Status(run_dir.status("orchestrator"), "orchestrator")
+    closing.callback(status.close)
+    model = resolve_model(
+        config.model, needs_template=config.plays, needs_weights=not config.is_remote
+    )
+    if LAUNCHER not in os.environ:  # no `rl` above that would merge the metrics
+        fence = partial(check_fence, run_dir.lock("orchestrator"))
+        closing.enter_context(merging(run_dir.metrics, fence))
+    if config.recorded:
+        end = asyncio.run(run_recorded(config, status, model))
+    else:
+        status.enter(Phase.LOADING_ENVIRONMENTS)
+        # Missing homes are made, which happens if `rl` runs on another machine or not at all:
+        # while SIGTERM still ends this process immediately.
+        homes = homes_of(config, log.info, recorded=True)
+        record(config, homes)
+        end = asyncio.run(run(config, status, model, homes))
+    log.info("ended: %s", end.reason)
+    with contextlib.suppress(OSError):  # informational only
+        write_file(run_dir.run_end, msgspec.json.encode(end))
+
+
 def main() -> None:
     die_with_parent()
     raise_open_files()
@@ -149,55 +176,22 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stdout, format="%(asctime)s %(message)s", datefmt="%H:%M:%S"
     )
-    code, status, lease = 0, None, None
-    try:
-        load_functions(config)
-        run_dir = config.run_dir
-        lease = hold_role(run_dir.lock("orchestrator"), ROLE_WAIT_S)
-        run_dir.run_end.unlink(missing_ok=True)
-        # another run's server may now answer at the port of a dead one
-        forget_dead_servers(run_dir.status_dir)
-        clean_leftovers(
-            run_dir.batches, run_dir.rollouts_dir, run_dir.evals, *run_dir.evals.glob("*/"), ours=""
-        )
-        # started without `rl`: the run directory must be self-describing
-        if not run_dir.config.exists():
-            write_config(run_dir.config, config)
-        spans.start(run_dir.spans, "orchestrator")
-        status = Status(run_dir.status("orchestrator"), "orchestrator")
-        alone = LAUNCHER not in os.environ  # no `rl` above that would merge the metrics
-        model = resolve_model(
-            config.model, needs_template=config.plays, needs_weights=not config.is_remote
-        )
-        with (
-            merging(run_dir.metrics, partial(check_fence, run_dir.lock("orchestrator")))
-            if alone
-            else contextlib.nullcontext()
-        ):
-            if config.recorded:
-                end = asyncio.run(run_recorded(config, status, model))
-            else:
-                end = asyncio.run(run(config, status, model, ready_homes(config, status)))
-        log.info("ended: %s", end.reason)
-        with contextlib.suppress(OSError):  # informational only
-            write_file(run_dir.run_end, msgspec.json.encode(end))
-    except* (RunError, OSError) as group:
-        errors = leaves(group)
-        print("orchestrator: " + "\n".join(dict.fromkeys(map(str, errors))), file=sys.stderr)
-        code = max(map(exit_code_of, errors))
-        if code == DAMAGED:
-            print(
-                "orchestrator: resume the run with `rl` (--resume): it moves damaged files "
-                "away and continues before them",
-                file=sys.stderr,
-            )
-    except* asyncio.CancelledError:
-        code = 143
-    finally:
-        if status is not None:
-            status.close()
-        if lease is not None:
-            lease.close()
+    code = 0
+    with contextlib.ExitStack() as closing:
+        try:
+            run_all(config, closing)
+        except* (RunError, OSError) as group:
+            errors = leaves(group)
+            print("orchestrator: " + "\n".join(dict.fromkeys(map(str, errors))), file=sys.stderr)
+            code = max(map(exit_code_of, errors))
+            if code == DAMAGED:
+                print(
+                    "orchestrator: resume the run with `rl` (--resume): it moves damaged files "
+                    "away and continues before them",
+                    file=sys.stderr,
+                )
+        except* asyncio.CancelledError:
+            code = 143
     raise SystemExit(code)
 
 

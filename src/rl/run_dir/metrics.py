@@ -44,9 +44,6 @@ ALWAYS = ("step", "time", "source")
 """Fields of every line."""
 NEWEST_BYTES = 1 << 22
 """Size of the end of a metrics file that surely has the newest steps: a line has some kilobytes."""
-MOST_NAMES = 10_000
-"""Maximum number of metrics of a source that are read as columns: a file that somebody else made
-may have any number."""
 WHOLE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')
 MERGE_S = 1.0
 LIMIT = 1 << 63

@@ -10,7 +10,6 @@ import numpy as np
 from rl.run_dir.files import LineReader
 from rl.run_dir.metrics import (
     ALWAYS,
-    MOST_NAMES,
     NEWEST_BYTES,
     environment_rewards,
     parse_line,
@@ -36,8 +35,6 @@ class Table:
         was trained again has several lines."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with spare capacity for more rows."""
-        self.left_out = False
-        """Whether there are metrics beyond MOST_NAMES."""
         self.order = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def add(self, step: int, line: Mapping[str, Any]) -> None:
@@ -54,9 +51,6 @@ class Table:
             if name in ALWAYS:
                 continue
             if name not in self.arrays:
-                if len(self.arrays) >= MOST_NAMES:
-                    self.left_out = True
-                    continue
                 self.arrays[name] = self.values(name)
             self.arrays[name][row] = np.nan if value is None else value
 

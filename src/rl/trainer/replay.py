@@ -20,7 +20,7 @@ from rl.trainer.determinism import differing_conditions
 from rl.trainer.parallel.world import World, ranks_without
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.saver import Saver
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.transport import Wait
@@ -53,7 +53,7 @@ class Comparer(Publisher):
 
 
 def compare(
-    replayed: RunDir, number: int, version: PublishedVersion, ranks: Ranks
+    replayed: RunDir, number: int, version: PublishedVersion, ranks: RankThreads
 ) -> dict[str, Any]:
     """Compares a version with the run's version of the same number. Every rank calls this.
 
@@ -101,7 +101,7 @@ def kept_of(digests: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str
 
 
 def largest_difference(
-    folder: Path, name: str, version: PublishedVersion, ranks: Ranks
+    folder: Path, name: str, version: PublishedVersion, ranks: RankThreads
 ) -> float | None:
     """Returns the largest absolute difference between elements of one tensor; None if shapes or
     names differ. Every rank calls this."""

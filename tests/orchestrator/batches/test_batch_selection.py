@@ -44,11 +44,13 @@ def rollout(reward, version=0, error=None, tokens=2, **options):
     )
 
 
+def group_of(*rollouts, **fields):
+    return Group(**{"group_id": 0, "env": "e", "task": 0, "rollouts": [*rollouts]} | fields)
+
+
 def group(group_id, *rewards, env="e", rules=None, **options):
     rollouts = [rollout(reward, episode=i, **options) for i, reward in enumerate(rewards)]
-    return credit_group(
-        Group(group_id=group_id, env=env, task=0, rollouts=rollouts), rules or Rules()
-    )
+    return credit_group(group_of(*rollouts, group_id=group_id, env=env), rules or Rules())
 
 
 def test_judge_names_the_reason():
@@ -61,24 +63,16 @@ def test_judge_names_the_reason():
         group(0, 1.0, 0.0, truncated=True).why,
         group(0, 1.0, 0.0, truncated=True, rules=masked).why,
     ) == (None, "truncated")
-    one_is_whole = Group(
-        group_id=0,
-        env="e",
-        task=0,
-        rollouts=[rollout(1.0, truncated=True), rollout(0.0, episode=1)],
-    )
+    one_is_whole = group_of(rollout(1.0, truncated=True), rollout(0.0, episode=1))
     assert credit_group(one_is_whole, masked).why is None and [
         sample.rollout_id for sample in group_samples(one_is_whole, True)
     ] == [1]
-    partly = credit_group(
-        Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(0.0, error="boom")]),
-        Rules(),
-    )
+    partly = credit_group(group_of(rollout(1.0), rollout(0.0, error="boom")), Rules())
     assert (partly.why, partly.advantages) == ("error", [0.0, 0.0])
 
 
 def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
-    silent = Group(group_id=0, env="e", task=0, rollouts=[rollout(1.0), rollout(1.0, episode=1)])
+    silent = group_of(rollout(1.0), rollout(1.0, episode=1))
     kept = credit_group(silent, Rules(replace_no_signal=False))
     assert (kept.why, kept.advantages, len(list(group_samples(kept)))) == (None, [0.0, 0.0], 2)
     assert batch_metrics(1, [kept])["rollouts/zero_advantage"] == 1.0
@@ -96,7 +90,7 @@ def test_agents_are_compared_with_their_like_and_some_are_not_trained():
         for episode in range(2)
         for agent, trainable, reward in parts
     ]
-    judged = credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), Rules())
+    judged = credit_group(group_of(*rollouts), Rules())
     assert judged.num_episodes == 2
     assert judged.advantages == [-0.5, 0.0, -2.0, 0.5, 0.0, 2.0]
     assert [sample.rollout_id for sample in group_samples(judged)] == [0, 2, 3, 5]
@@ -122,13 +116,7 @@ def test_every_end_of_a_rollout_has_its_own_name():
         "timeout": Rollout(error="late", cause="timeout"),
         "failed": rollout(0.0, error="boom"),
     }
-    whole = Group(
-        group_id=0,
-        env="e",
-        task=0,
-        rollouts=list(kinds.values())[:4],
-        advantages=[1.0, -1.0, 0.0, 0.0],
-    )
+    whole = group_of(*[*kinds.values()][:4], advantages=[1.0, -1.0, 0.0, 0.0])
     assert [rollout_line(whole, i, 1)["outcome"] for i in range(4)] == [
         "finished",
         "truncated",
@@ -141,9 +129,7 @@ def test_every_end_of_a_rollout_has_its_own_name():
         "truncated",
     ]
     assert [sample.rollout_id for sample in group_samples(whole, mask_truncated=True)] == [0]
-    failed = credit_group(
-        Group(group_id=0, env="e", task=0, rollouts=list(kinds.values())), Rules()
-    )
+    failed = credit_group(group_of(*kinds.values()), Rules())
     lines = [rollout_line(failed, i, 1) for i in range(6)]
     assert [line["outcome"] for line in lines] == list(kinds)
     assert [line["why"] for line in lines] == ["error"] * 4 + ["timeout", "environment"]
@@ -164,9 +150,7 @@ def test_turns_that_could_not_be_merged_are_counted():
     turns = [rollout(1.0).turns[0] for _ in range(3)]
     turns[1].packed_prompt = pack_ids([1, 2, 2, 5])  # continues the first
     turns[2].packed_prompt = pack_ids([1, 7])
-    metrics = batch_metrics(
-        1, [Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)])]
-    )
+    metrics = batch_metrics(1, [group_of(Rollout(turns=turns))])
     assert metrics["rollouts/unmerged_turns"] == 0.5
 
 
@@ -223,52 +207,26 @@ def test_metrics_count_every_rollout_and_lag_by_token():
 def test_each_environment_is_counted_also_one_of_which_nothing_is_left():
     used, failed = group(0, 1.0, 0.0), group(1, 0.0, 0.0, env="f", error="x")
     metrics = batch_metrics(1, [used, failed], envs=["e", "f", "g"])
-    counted = {
-        name: metrics[f"rollouts/{name}"]
-        for name in (
-            "e/finished",
-            "e/trained",
-            "f/finished",
-            "f/trained",
-            "g/finished",
-            "g/trained",
-        )
-    }
-    assert counted == {
-        "e/finished": 2,
-        "e/trained": 2,
-        "f/finished": 2,
-        "f/trained": 0,
-        "g/finished": 0,
-        "g/trained": 0,
-    }
+    assert {
+        env: (metrics[f"rollouts/{env}/finished"], metrics[f"rollouts/{env}/trained"])
+        for env in "efg"
+    } == {"e": (2, 2), "f": (2, 0), "g": (0, 0)}
 
 
 def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
     some = group(0, 1.0, 0.0)
+    values = {"mean": 1000.0, "length_penalty": 7.0, "agent_agent": 5.0, "errored": 3.0}
     for rollout in some.rollouts:
-        rollout.metrics = {
-            "mean": 1000.0,
-            "length_penalty": 7.0,
-            "agent_agent": 5.0,
-            "errored": 3.0,
-            "means": 2.0,
-        }
+        rollout.metrics = values | {"means": 2.0}
     metrics = batch_metrics(1, [some])
-    own = {
-        "own_mean": 1000.0,
-        "own_length_penalty": 7.0,
-        "own_agent_agent": 5.0,
-        "own_errored": 3.0,
-        "means": 2.0,
-    }
     assert {
         name.removeprefix("reward/e/"): value
         for name, value in metrics.items()
         if name.startswith("reward/e/")
     } == {
         "mean": 0.5,
-        **own,
+        "means": 2.0,
+        **{f"own_{name}": value for name, value in values.items()},
     }
     said = []
     GroupWarnings(said.append).about(some)
@@ -279,7 +237,7 @@ def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():
     rules = Rules(RlooConfig(length_penalty=0.5))
     rollouts = [rollout(1.0, tokens=tokens, episode=i) for i, tokens in enumerate((4, 2, 0))]
-    judged = credit_group(Group(group_id=0, env="e", task=0, rollouts=rollouts), rules)
+    judged = credit_group(group_of(*rollouts), rules)
     assert (judged.why, judged.penalties, judged.advantages) == (
         None,
         [0.5, 0.25, 0.0],
@@ -378,7 +336,7 @@ def test_patience_is_counted_in_episodes_like_the_batch():
         rollout(1.0, episode=i // 2, agent=agent) for i, agent in enumerate(("solver", "rival") * 2)
     ]
     history = RewardHistory()
-    history.add(credit_group(Group(group_id=0, env="e", task=0, rollouts=agents), Rules()))
+    history.add(credit_group(group_of(*agents), Rules()))
     assert (len(history.without_signal), history.episodes) == (4, 2)
     history = msgspec.msgpack.decode(msgspec.msgpack.encode(history), type=RewardHistory)
     history.add(group(1, 1.0, 1.0, 1.0))

@@ -55,11 +55,15 @@ def test_literal_numbers():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "rewards", [[0.7 + 0.2 + 0.1, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0]]
+    "rewards",
+    [
+        *([0.7 + 0.2 + 0.1, 1.0], [0.1 + 0.2, 0.3, 0.3], [0.1 + 0.2 - 0.3, 0.0]),
+        *([0.1], [1 / 3] * 7, [1e-17] * 2, [-0.7] * 7),
+    ],
 )
 def test_the_rounding_of_sums_is_no_signal(kind, rewards):
     """0.7 + 0.2 + 0.1 is 0.9999999999999999: GRPO made advantages of it that passed for signal."""
-    assert min(rewards) < max(rewards) and group_advantages(rewards, kind) == [0.0] * len(rewards)
+    assert group_advantages(rewards, kind) == [0.0] * len(rewards)
 
 
 def test_reinforce_pp_literal_numbers():
@@ -76,13 +80,6 @@ def test_reinforce_pp_literal_numbers():
         [0.75 / std, -0.25 / std, -0.25 / std, -0.25 / std], rel=1e-12
     ) and second == [0.0, 0.0]
     assert reinforce_pp([[0.1] * 3, [0.1] * 5], False) == [[0.0] * 3, [0.0] * 5]
-
-
-@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-17, -0.7])
-@pytest.mark.parametrize("config", KINDS, ids=lambda config: config.type)
-def test_equal_rewards_give_exactly_zero(config, reward):
-    for n in (1, 2, 7):
-        assert group_advantages([reward] * n, config) == [0.0] * n
 
 
 def test_float64_numpy_agrees():

@@ -362,18 +362,6 @@ def test_a_server_that_does_not_see_the_folder_yet_is_asked_again_until_the_dead
     in_world(tmp_path, work)
 
 
-def test_without_any_server_in_time_the_load_says_so(tmp_path):
-    async def work(world):
-        first = await world.add("inference")
-        await world.policy.start()
-        await first.die()
-        world.servers.timeout_s = 0.4
-        with pytest.raises(InferenceLostError, match="for inference to load version 4"):
-            await world.load(4)
-
-    in_world(tmp_path, work)
-
-
 def test_no_token_is_older_than_the_version_that_was_loaded_when_its_group_began(tmp_path):
     """Servers die, come back with any version, and load at any speed, while versions are
     published and groups of three turns are played."""

@@ -222,17 +222,6 @@ def test_what_inference_refuses(world, monkeypatch):
     assert asyncio.run(policy.load(policy.versions[4])) == 0.0 and policy.loaded == 3
 
 
-def test_damage_is_told_from_a_refusal_also_where_a_server_comes_back(world):
-    """Damage is fixed by a repair; a refusal of intact weights ends the run."""
-    servers = Servers(1)
-    _, _, policy = world(servers)
-    policy.loaded, policy.num_pins, servers.refusal = 4, 1, RefusedError(422, "tensor w is damaged")
-    with pytest.raises(
-        CorruptFileError, match=r"000004: inference refused version 4: tensor w is damaged"
-    ):
-        asyncio.run(policy.reconcile())
-
-
 @pytest.mark.parametrize("after", [{2: 5}, {4: 5}, {1: 3, 4: 5, 6: 1}])
 def test_an_eval_is_wholly_of_its_version(world, after):
     """The server dies after some plays and comes back with other versions, newer and older."""

@@ -4,16 +4,12 @@ else."""
 import asyncio
 import contextlib
 import os
-import signal
-import subprocess
 
 import msgspec
 import psutil
 import pytest
 
 from rl.orchestrator.workers.pool import PoolWorker, WorkerPool
-from rl.orchestrator.workers.pool_worker import lacking_remedy
-from rl.system import process_table
 from rl.system.children import start
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
 from rl.wire.worker_messages import Ready
@@ -144,27 +140,3 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
             await pool.close()
 
     assert asyncio.run(main()) < 64 << 20
-
-
-def test_what_a_worker_has_started_ends_with_the_pool(tmp_path):
-    """Also processes in their own session, such as tool servers, that the worker itself did not
-    end."""
-
-    async def main() -> int:
-        pool = WorkerPool(tmp_path)
-        marker = f"{os.getpid()}:pool:a-0:1"
-        sleeping_worker(pool, "a", marker)
-        server = subprocess.Popen(
-            ["sleep", "30"], env=os.environ | {process_table.MARKER: marker}, start_new_session=True
-        )
-        await pool.close()
-        return server.wait(40)
-
-    assert asyncio.run(main()) == -signal.SIGKILL
-
-
-def test_what_an_interpreter_of_ones_own_needs():
-    text = lacking_remedy("/opt/python")
-    assert text.startswith("`uv pip install --python /opt/python 'aiohttp") and text.endswith(
-        "package, and verifiers (classic: <0.4)"
-    )

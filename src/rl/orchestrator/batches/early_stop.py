@@ -39,22 +39,20 @@ class RewardHistory(msgspec.Struct, kw_only=True):
     def add(self, group: Group) -> None:
         """Counts a finished group. If its signal is None, it has one if its rewards, and those
         since the last signal, are not all equal."""
-        rewards = group.rewards
-        self.num, self.total = self.num + len(rewards), self.total + sum(rewards)
+        env, rewards, signal = group.env, group.rewards, group.signal
+        self.num += len(rewards)
+        self.total += sum(rewards)
         if rewards:
-            low, high = self.ranges.get(group.env, (rewards[0], rewards[0]))
-            self.ranges[group.env] = (min(low, *rewards), max(high, *rewards))
-        signal = group.signal
+            self.ranges[env] = extent([*self.ranges.get(env, ()), *rewards])
         if signal is None:
-            signal = not all_equal(
-                [*rewards, *(reward for env, reward in self.without_signal if env == group.env)]
-            )
+            before = [reward for other, reward in self.without_signal if other == env]
+            signal = not all_equal([*rewards, *before])
         if group.why is None and signal:
             self.without_signal.clear()
             self.episodes = self.cut_off = 0
         else:
             self.cut_off += sum(rollout.truncated for rollout in group.rewarded)
-            self.without_signal.extend((group.env, reward) for reward in rewards)
+            self.without_signal.extend((env, reward) for reward in rewards)
             self.episodes += len({rollout.episode for rollout in group.rewarded})
 
     def is_solved(self) -> bool:
@@ -70,88 +68,81 @@ class RewardHistory(msgspec.Struct, kw_only=True):
         """Returns why a solved run ends; "doubtful" if an environment has only ever given one
         reward, so its highest is unknown."""
         constant = sorted({env for env, _ in self.without_signal if all_equal(self.ranges[env])})
-        if not constant:
-            return (
-                f"solved: the last {len(self.without_signal)} rollouts all have the highest "
-                f"reward ({self.histogram()})",
-                "early",
+        if constant:
+            only_rewards = ", ".join(
+                f"{env} has given no reward other than {self.ranges[env][0]:g}" for env in constant
             )
-        only_rewards = ", ".join(
-            f"{env} has given no reward other than {self.ranges[env][0]:g}" for env in constant
-        )
+            return (
+                f"nothing to learn: since the first rollout, {only_rewards}. Either the task is "
+                "that easy, or the reward is wrong",
+                "doubtful",
+            )
         return (
-            f"nothing to learn: since the first rollout, {only_rewards}. Either the task is that "
-            "easy, or the reward is wrong",
-            "doubtful",
+            f"solved: the last {len(self.without_signal)} rollouts all have the highest reward "
+            f"({self.histogram()})",
+            "early",
         )
 
     def histogram(self) -> str:
         """Lists the rewards of the rollouts without signal, by environment: `rewards of sums: 12
         times 0, 3 times 0.5`."""
-        of_env: dict[str, list[str]] = {}
-        for (env, reward), count in sorted(
-            Counter((env, float(f"{reward:g}")) for env, reward in self.without_signal).items()
-        ):
-            of_env.setdefault(env, []).append(f"{count} times {reward:g}")
-        return "; ".join(f"rewards of {env}: {', '.join(texts)}" for env, texts in of_env.items())
+        counts = Counter((env, float(f"{reward:g}")) for env, reward in self.without_signal)
+        texts: dict[str, list[str]] = {}
+        for (env, reward), count in sorted(counts.items()):
+            texts.setdefault(env, []).append(f"{count} times {reward:g}")
+        return "; ".join(f"rewards of {env}: {', '.join(of_env)}" for env, of_env in texts.items())
 
     def diagnosis(self, config: RLConfig) -> str:
         """Returns why a run ends that had no signal for too long and is not solved, and the
         remedy."""
-        count, rewards = len(self.without_signal), {reward for _, reward in self.without_signal}
-        share, now = self.cut_off / count, sum(reward for _, reward in self.without_signal)
+        count = len(self.without_signal)
+        rewards = {reward for _, reward in self.without_signal}
+        cut_off, now = self.cut_off / count, sum(reward for _, reward in self.without_signal)
         before = (self.total - now) / (self.num - count) if self.num > count else 0.0
-        low, high = (
-            pick(pick(self.ranges[env]) for env, _ in self.without_signal) for pick in (min, max)
-        )
-        if before - now / count > FALL * (high - low) and now / count - low <= LEFT * (
-            before - low
-        ):
-            fell = f"the mean reward was {before:.3f} before, and is {now / count:.3f} now"
+        now /= count
+        low, high = extent([bound for env, _ in self.without_signal for bound in self.ranges[env]])
+        if before - now > FALL * (high - low) and now - low <= LEFT * (before - low):
             why = (
-                f"{fell}: the policy has collapsed; start over with a tenth of trainer.optim.lr "
-                f"= {config.trainer.optim.lr:g}"
+                f"The mean reward was {before:.3f} before, and is {now:.3f} now: the policy has "
+                "collapsed; start over with a tenth of trainer.optim.lr = "
+                f"{config.trainer.optim.lr:g}"
             )
-        elif share > MOSTLY and min(rewards) <= 0:
-            why = cut_off_remedy(share, config)
+        elif cut_off > MOSTLY and min(rewards) <= 0:
+            why = cut_off_remedy(cut_off, config)
         elif all_equal(rewards):
-            why = equal_remedy(rewards.pop()) + (
-                f"; {share:.0%} of the answers were cut off" if share > MANY_LONG else ""
-            )
+            why = equal_remedy(rewards.pop())
+            if cut_off > MANY_LONG:
+                why += f"; {cut_off:.0%} of the answers were cut off"
         else:
             why = "raise group_size or temperature, or take tasks of which the model solves some"
         filtered = ", or orchestrator.filter dropped it" if config.orchestrator.filter else ""
-        head = (
+        return (
             f"{count} rollouts in a row without any signal: in each group all rewards are "
-            f"equal{filtered} ({self.histogram()})"
+            f"equal{filtered} ({self.histogram()}). {why[0].upper()}{why[1:]}"
         )
-        return f"{head}. {why[0].upper()}{why[1:]}"
+
+
+def extent(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the lowest and the highest value."""
+    return min(values), max(values)
 
 
 def only_failures(groups: Sequence[Group], limit: int) -> str:
     """Returns an error message if the newest groups, at least `limit` episodes, all failed or
     leave nothing to train on; else ""."""
-    recent = list(
-        takewhile(lambda group: group.why in ("error", "truncated", "filtered"), reversed(groups))
-    )
+    failures = ("error", "truncated", "filtered")
+    recent = list(takewhile(lambda group: group.why in failures, reversed(groups)))
     if not recent or sum(group.num_episodes for group in recent) < limit:
         return ""
-    counts = Counter(group.why for group in recent)
-    (why, count), total = counts.most_common(1)[0], len(recent)
+    (why, count), total = Counter(group.why for group in recent).most_common(1)[0], len(recent)
     which = f"the last {total} groups" if count == total else f"{count} of the last {total} groups"
-    if why == "error":
-        newest = next(
-            rollout.error
-            for group in recent
-            if group.why == why
-            for rollout in reversed(group.rollouts)
-            if rollout.error
-        )
-        return f"{which}{' all' if count == total else ''} failed; the newest error:\n{newest}"
     if why == "filtered":
         return f"orchestrator.filter left nothing to train on in {which}: make it less strict"
-    remedy = "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
-    return (
-        f"every answer in {which} was truncated, and mask_truncated leaves none to train on; "
-        f"{remedy}"
-    )
+    if why == "truncated":
+        return (
+            f"every answer in {which} was truncated, and mask_truncated leaves none to train on; "
+            "raise orchestrator.sampling.max_tokens, or set mask_truncated = false"
+        )
+    errors = (rollout.error for group in recent for rollout in reversed(group.rollouts))
+    newest = next(filter(None, errors))
+    return f"{which}{' all' if count == total else ''} failed; the newest error:\n{newest}"

@@ -54,12 +54,16 @@ def episodes(rollouts: Sequence[Rollout]) -> list[EpisodeScore]:
     by_episode: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         by_episode[rollout.episode].append(rollout)
-    played = []
+    scores = []
     for episode in by_episode.values():
         counted = [rollout for rollout in episode if rollout.trainable] or episode
-        reward = statistics.fmean(0.0 if rollout.error else rollout.reward for rollout in counted)
-        played.append(EpisodeScore(reward, any(rollout.error for rollout in episode)))
-    return played
+        reward = statistics.fmean(map(reward_of, counted))
+        scores.append(EpisodeScore(reward, any(rollout.error for rollout in episode)))
+    return scores
+
+
+def reward_of(rollout: Rollout) -> float:
+    return 0.0 if rollout.error else rollout.reward
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -86,12 +90,10 @@ def with_error(name: str, values: Sequence[float]) -> dict[str, float]:
     to Evals" by Miller (https://arxiv.org/abs/2411.00640), section 2.2, with the small-sample
     factor G / (G - 1).
     """
-    mean = {name: statistics.fmean(values)}
-    return (
-        mean | {f"{name}_stderr": statistics.stdev(values) / math.sqrt(len(values))}
-        if len(values) > 1
-        else mean
-    )
+    metrics = {name: statistics.fmean(values)}
+    if len(values) > 1:
+        metrics[f"{name}_stderr"] = statistics.stdev(values) / math.sqrt(len(values))
+    return metrics
 
 
 def example_rewards(results: Results) -> dict[int, float]:
@@ -128,10 +130,9 @@ def eval_metrics(label: str, results: Results) -> dict[str, float]:
     metrics["errored"] = statistics.fmean(play.failed for group in played for play in group)
     metrics["truncated"] = statistics.fmean(rollout.truncated for rollout in rollouts)
     metrics |= agent_rewards(results)
-    own_metrics = {
-        name: statistics.fmean(values) for name, values in metric_values(rollouts).items()
-    }
-    return {f"eval/{label}/{name}": float(value) for name, value in (metrics | own_metrics).items()}
+    for name, values in metric_values(rollouts).items():
+        metrics[name] = statistics.fmean(values)
+    return {f"eval/{label}/{name}": float(value) for name, value in metrics.items()}
 
 
 def agent_rewards(results: Results) -> dict[str, float]:
@@ -141,12 +142,10 @@ def agent_rewards(results: Results) -> dict[str, float]:
     by_agent: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for task, rollouts in results:
         for rollout in rollouts:
-            by_agent[rollout.agent][task].append(0.0 if rollout.error else rollout.reward)
+            by_agent[rollout.agent][task].append(reward_of(rollout))
     metrics: dict[str, float] = {}
     for agent, examples in sorted(by_agent.items()) if len(by_agent) > 1 else ():
-        metrics |= with_error(
-            f"agent_{agent}", [statistics.fmean(rewards) for rewards in examples.values()]
-        )
+        metrics |= with_error(f"agent_{agent}", [*map(statistics.fmean, examples.values())])
     return metrics
 
 

@@ -66,17 +66,17 @@ class Evaluator:
                     self._update_best(entry.label, version, values)
 
     def _update_best(self, label: str, version: int, metrics: Mapping[str, float]) -> None:
-        reward, errored = (
-            metrics[f"eval/{label}/reward_mean"],
-            metrics.get(f"eval/{label}/errored", 0.0),
-        )
+        reward = metrics[f"eval/{label}/reward_mean"]
+        errored = metrics.get(f"eval/{label}/errored", 0.0)
         is_sound = errored < MAX_ERRORED
         if not is_sound:
-            text = (
+            log.warning(
                 "eval %s at version %d: %.0f%% of its rollouts failed, so it reaches no target, "
-                "and another one may be the best"
+                "and another one may be the best",
+                label,
+                version,
+                100 * errored,
             )
-            log.warning(text, label, version, 100 * errored)
         if label not in self.best or (is_sound, reward) > self.best[label][:2]:
             # a new dict: the event loop may be reading the old one
             self.best = self.best | {label: (is_sound, reward, version)}
@@ -95,9 +95,8 @@ class Evaluator:
             for entry in self.config.orchestrator.eval
             if version >= self.first
             and (version % entry.interval == 0 or version in (self.first, final))
-            and not (
-                self.run_dir.eval(version, entry.label) in self.written or version in self.skipped
-            )
+            and version not in self.skipped
+            and self.run_dir.eval(version, entry.label) not in self.written
             and self.envs[entry.label].worker_env not in self.pool.lost
         ]
 
@@ -148,44 +147,35 @@ class Evaluator:
     ) -> Results:
         """Plays all rollouts of an evaluation with every token sampled by `version`, as many at
         once as may play in training."""
-        training = self.config.orchestrator.sampling.model_dump(exclude_none=True)
-        sampling = training | entry.sampling.model_dump(exclude_none=True)
-        env = self.envs[entry.label]
+        settings, env = self.config.orchestrator, self.envs[entry.label]
+        sampling = settings.sampling.model_dump(exclude_none=True)
+        sampling |= entry.sampling.model_dump(exclude_none=True)
+        # The same seed for every version, so that versions are compared on the same draws.
+        seeds = [derived_seed(self.config.seed, entry.label, task) for task in range(env.num_tasks)]
+        jobs = [
+            PlayJob(env.worker_env, "eval", task, entry.samples, sampling, seed=seed)
+            for task, seed in enumerate(seeds)
+        ]
         results: dict[int, list[Rollout]] = {}
-        todo = list(range(env.num_tasks))
         for _ in range(MAX_ATTEMPTS):
             await reconcile()
-            # The same seed for every version, so that versions are compared on the same draws.
-            jobs = [
-                PlayJob(
-                    env.worker_env,
-                    "eval",
-                    task,
-                    entry.samples,
-                    sampling,
-                    seed=derived_seed(self.config.seed, entry.label, task),
-                )
-                for task in todo
-            ]
-            places = self.config.orchestrator.max_in_flight
-            async with aclosing(play_all(self.pool, jobs, places)) as plays:
+            async with aclosing(play_all(self.pool, jobs, settings.max_in_flight)) as plays:
                 async for job, rollouts in plays:
                     results[job.task] = rollouts
-            todo = [task for task in todo if sampled_by(results[task]) - {version}]
-            if not todo:
+            jobs = [job for job in jobs if sampled_by(results[job.task]) - {version}]
+            if not jobs:
                 return sorted(results.items())
-            others = sorted(set().union(*(sampled_by(results[task]) for task in todo)) - {version})
             log.warning(
                 "eval %s: %d examples were sampled by version %s, not %d: played again",
                 entry.label,
-                len(todo),
-                others,
+                len(jobs),
+                sorted(set().union(*(sampled_by(results[job.task]) for job in jobs)) - {version}),
                 version,
             )
-        problem = (
-            f"inference did not hold version {version} for long enough in {MAX_ATTEMPTS} attempts"
+        raise InferenceLostError(
+            f"eval {entry.label}: inference did not hold version {version} for long enough in "
+            f"{MAX_ATTEMPTS} attempts; see logs/inference*.log"
         )
-        raise InferenceLostError(f"eval {entry.label}: {problem}; see logs/inference*.log")
 
 
 def sampled_by(rollouts: list[Rollout]) -> set[int]:

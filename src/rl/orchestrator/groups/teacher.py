@@ -100,19 +100,17 @@ class Teacher:
 
         Raises RunError with the remedy.
         """
-        served = (
-            await self._ask(
-                "GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels)
-            )
-        ).data
-        names = [model.id for model in served]
-        if not names or (self.model or names[0]) not in names:
+        served = await self._ask(
+            "GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels).data
+        )
+        lengths = {model.id: model.max_model_len for model in served}
+        self.model = self.model or next(iter(lengths), "")
+        if self.model not in lengths:
             raise RunError(
-                f"teacher {self.url} serves {', '.join(names) or 'no model'}, not "
+                f"teacher {self.url} serves {', '.join(lengths) or 'no model'}, not "
                 f"{self.model}: set teacher.model to one of its names"
             )
-        self.model = self.model or names[0]
-        longest = served[names.index(self.model)].max_model_len
+        longest = lengths[self.model]
         if longest is not None and longest <= max_model_len:
             raise RunError(
                 f"teacher {self.url} takes sequences of {longest} tokens, one of which it "
@@ -136,14 +134,12 @@ class Teacher:
         Scoring ids that the teacher may lack is not an alternative: an id just past its vocabulary
         crashes the engine of vLLM 0.29.
         """
-        url, body = (
-            f"{self.url.removesuffix('/v1')}/detokenize",
-            {"model": self.model, "tokens": ids},
-        )
+        url = f"{self.url.removesuffix('/v1')}/detokenize"
+        body = {"model": self.model, "tokens": ids}
         try:
-            text = (
-                await self._ask("POST", url, body, lambda content: decode(content, Detokenized))
-            ).prompt
+            text = await self._ask(
+                "POST", url, body, lambda content: decode(content, Detokenized).prompt
+            )
         except RefusedError as error:
             if error.status in NO_SUCH_ROUTE:
                 return
@@ -163,19 +159,19 @@ class Teacher:
 
     async def _score_rollout(self, rollout: Rollout) -> None:
         turns = rollout.turns
-        chains = [
-            (number, answers)
+        chains = {
+            number: answers
             for number, answers in enumerate(turns.by_chain())
             if any(answer.logprobs for answer in answers)
-        ]
+        }
         try:
             scores = await asyncio.gather(
-                *(self.score(unpack_ids(turns.ids(number))) for number, _ in chains)
+                *(self.score(unpack_ids(turns.ids(number))) for number in chains)
             )
         except RunError as error:
             rollout.error, rollout.cause = redact(str(error)), "teacher"
             return
-        for (_, answers), logprobs in zip(chains, scores, strict=True):
+        for answers, logprobs in zip(chains.values(), scores, strict=True):
             for answer in answers:
                 answer.teacher_logprobs = pack_logprobs(logprobs[answer.start : answer.end])
 

@@ -56,13 +56,8 @@ class TrainerRequests:
     ):
         """policy: None if nobody samples from it; then only its newest version is kept, and no
         probe answered."""
-        self.run_dir, self.progress, self.policy, self.status, self.max_model_len = (
-            run_dir,
-            progress,
-            policy,
-            status,
-            max_model_len,
-        )
+        self.run_dir, self.progress, self.policy = run_dir, progress, policy
+        self.status, self.max_model_len = status, max_model_len
         status.writes_at_once = False  # from here on the event loop says what it does
         self.activity = 0
         """Number of versions announced plus batches served: grows while the trainer makes
@@ -149,17 +144,19 @@ class TrainerRequests:
         has) or a new batch, for which the trainer itself waits, an announced version, or a batch
         served to the trainer (which may train steps again after a restart)."""
 
-        def made() -> tuple[int, int, int]:
+        def state() -> tuple[int, int, int]:
             return self.status.progress, self.progress.newest, self.activity
 
         while not holds():
-            before = made()
+            before = state()
             if not await self.progress.wait_until(
-                lambda before=before: holds() or made() != before, deadline_s
+                lambda before=before: holds() or state() != before, deadline_s
             ):
-                remedy = "if a step just takes long, raise orchestrator.trainer_timeout_s"
-                seen = last_seen(self.run_dir.status("trainer"))
-                raise RunError(f"waited {deadline_s:.0f} s for {what}; {remedy}. Trainer: {seen}")
+                raise RunError(
+                    f"waited {deadline_s:.0f} s for {what}; if a step just takes long, raise "
+                    "orchestrator.trainer_timeout_s. Trainer: "
+                    f"{last_seen(self.run_dir.status('trainer'))}"
+                )
 
     async def wait_for_trainer_end(self, timeout_s: float) -> None:
         """Waits until the trainer has ended; gives up after `timeout_s` seconds without progress.
@@ -194,6 +191,4 @@ class TrainerRequests:
         if max(numbers(self.run_dir.checkpoints), default=0) < final:
             return False
         status = read_status(self.run_dir.status("trainer"))
-        if status is None:
-            return True
-        return self.staleness.look("trainer", status.heartbeat) > DEAD_S
+        return status is None or self.staleness.look("trainer", status.heartbeat) > DEAD_S

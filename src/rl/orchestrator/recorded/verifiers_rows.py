@@ -2,6 +2,7 @@
 traces.jsonl of its v1 API."""
 
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import Any
 
 from rl.models.chat import chat_call
@@ -26,30 +27,20 @@ def line_of_result(row: Row) -> Row:
     """Returns the line of a row of the classic API. Token ids are in its `trajectory`, if that
     is among the saved state columns."""
     error, prompt, completion = row.get("error"), row["prompt"], row["completion"]
-    info = row.get("info")
-    # an EnvGroup's name, or names, of the environment
-    of_group = info.get("env_id") if isinstance(info, dict) else None
     line = {
-        **(
-            {"env": of_group if isinstance(of_group, str) else "/".join(of_group)}
-            if of_group
-            else {}
-        ),
         "task": row["example_id"],
         "reward": None if error else row["reward"],
         "metrics": row.get("metrics") or {},
         "stop": row.get("stop_condition") or "",
         "truncated": bool(row.get("is_truncated")),
-        **(
-            {
-                "error": str(
-                    error.get("error_chain_repr", error) if isinstance(error, dict) else error
-                )
-            }
-            if error
-            else {}
-        ),
     }
+    info = row.get("info")
+    # an EnvGroup's name, or names, of the environment
+    if env := info.get("env_id") if isinstance(info, dict) else None:
+        line["env"] = env if isinstance(env, str) else "/".join(env)
+    if error:
+        chain = error.get("error_chain_repr", error) if isinstance(error, dict) else error
+        line["error"] = str(chain)
     steps = row.get("trajectory")
     if steps and all(step.get("tokens") for step in steps):
         line["turns"] = [turn_of_step(step["tokens"]) for step in steps]
@@ -99,44 +90,39 @@ def message_of(message: Row) -> Row:
 def line_of_trace(trace: Row, episode: Row) -> Row:
     """Returns the line of one agent of an episode of the v1 API."""
     nodes, task, agent = trace["nodes"], episode["task"], trace["agent"]
-    rewards = [reward for reward in trace.get("rewards", {}).values() if reward]
-    scores = {name: reward["score"] for name, reward in trace.get("rewards", {}).items() if reward}
-    failed = not (episode.get("ok") and trace.get("ok"))
-    errors = [*episode.get("errors", ()), *trace.get("errors", ())]
+    rewards = {name: reward for name, reward in trace.get("rewards", {}).items() if reward}
+    metrics = {name: reward["score"] for name, reward in rewards.items()} | {
+        name: value for name, value in trace.get("metrics", {}).items() if value is not None
+    }
     path = path_to(nodes, len(nodes) - 1)
     sampled = [i for i, node in enumerate(nodes) if node.get("sampled")]
+    prompt = takewhile(lambda i: not nodes[i].get("sampled"), path)
     line = {
         "env": episode.get("env", {}).get("id") or "recorded",
         "task": task.get("key") or task.get("hash"),
         "group_id": (episode.get("group") or {}).get("id"),
         "sample": episode["id"],
         "agent": agent.get("name", "agent"),
-        "reward": None
-        if failed
-        else sum(reward["score"] * reward.get("weight", 1.0) for reward in rewards),
-        "metrics": scores
-        | {name: value for name, value in trace.get("metrics", {}).items() if value is not None},
+        "reward": sum(reward["score"] * reward.get("weight", 1.0) for reward in rewards.values()),
+        "metrics": metrics,
         "stop": trace.get("stop_condition") or "",
         "truncated": any(call.get("finish_reason") == "length" for call in trace.get("calls", ())),
         "messages": [message_of(nodes[i]["message"]) for i in path],
-        "num_prompt_messages": next(
-            (at for at, i in enumerate(path) if nodes[i].get("sampled")), len(path)
-        ),
+        "num_prompt_messages": len([*prompt]),
         "tools": trace.get("tools"),
         "num_turns": len(sampled),
-        **(
-            {"error": str(errors[-1]["message"] if errors else "the episode was not completed")}
-            if failed
-            else {}
-        ),
-        **(
-            {"temperature": temperature_of(trace)}
-            if agent.get("trainable", True)
-            else {"trainable": False}
-        ),
     }
-    with_ids = sampled and all(nodes[i].get("token_ids") for i in sampled)
-    return line | ({"turns": [turn_of_node(nodes, i) for i in sampled]} if with_ids else {})
+    if not (episode.get("ok") and trace.get("ok")):
+        errors = [*episode.get("errors", ()), *trace.get("errors", ())]
+        text = str(errors[-1]["message"]) if errors else "the episode was not completed"
+        line |= {"reward": None, "error": text}
+    if agent.get("trainable", True):
+        line["temperature"] = temperature_of(trace)
+    else:
+        line["trainable"] = False
+    if sampled and all(nodes[i].get("token_ids") for i in sampled):
+        line["turns"] = [turn_of_node(nodes, i) for i in sampled]
+    return line
 
 
 def temperature_of(trace: Row) -> float | None:

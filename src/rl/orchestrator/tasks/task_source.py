@@ -49,13 +49,9 @@ class EnvTasks:
 
 def pool(rate: float, difficulty: DifficultyConfig) -> Literal["hard", "normal", "easy"]:
     """Returns the difficulty pool of a task with this solve rate."""
-    return (
-        "hard"
-        if rate <= difficulty.hard_up_to
-        else "easy"
-        if rate > difficulty.easy_above
-        else "normal"
-    )
+    if rate <= difficulty.hard_up_to:
+        return "hard"
+    return "easy" if rate > difficulty.easy_above else "normal"
 
 
 def packed(rates: "array[float]") -> bytes:
@@ -155,11 +151,10 @@ class TaskSource:
         difficulty = self.pooled.get(env)
         if difficulty is None or (rate := self.rates[env][self._task(env)]) == UNPLAYED:
             return False
-        weight = {"hard": difficulty.hard_weight, "normal": 1.0, "easy": difficulty.easy_weight}[
-            pool(rate, difficulty)
-        ]
+        weights = {"hard": difficulty.hard_weight, "easy": difficulty.easy_weight, "normal": 1.0}
         turn = self.issued[env] + self.skipped[env]
-        return random.Random(f"{self.seed}/{env}/{turn}/pool").random() >= weight
+        chance = random.Random(f"{self.seed}/{env}/{turn}/pool").random()
+        return chance >= weights[pool(rate, difficulty)]
 
     def _order(self, env: str, size: int, epoch: int) -> "array[int]":
         """Returns the order of an epoch. Making one takes a second for two million tasks, once
@@ -211,9 +206,8 @@ class TaskSource:
         del self.shares[env]
         total = sum(self.shares.values())
         self.shares |= {name: share / total for name, share in self.shares.items()}
-        self.suspended += [
-            ref for ref in [*in_flight, *self.retry, *self.requeued] if ref.env == env
-        ]
+        waiting = [*self.retry, *self.requeued]
+        self.suspended += [ref for ref in [*in_flight, *waiting] if ref.env == env]
         self.retry = deque(ref for ref in self.retry if ref.env != env)
         self.requeued = deque(ref for ref in self.requeued if ref.env != env)
 
