@@ -35,55 +35,26 @@ from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
 from rl.system.errors import CANNOT_WRITE, RunError
 
-MAY_CHANGE = (
-    "name",
-    "output_dir",
-    "max_steps",
-    "wandb",
-    "tensorboard",
-    "trainer.gpus",
-    "trainer.cpus",
-    "trainer.ranks",
-    "trainer.micro_batch_tokens",
-    "trainer.dp_replicate",
-    "trainer.context_parallel",
-    "trainer.expert_parallel",
-    "trainer.activation_checkpointing",
-    "trainer.attention",
-    "trainer.compile",
-    "trainer.strict_parity",
-    "trainer.checkpoint",
-    "trainer.token_log",
-    "trainer.weights.keep_last",
-    "trainer.weights.keep_every",
-    "trainer.weights.anchor_every",
-    "trainer.weights.transport",
-    "sft.validation_interval",
-    "orchestrator.eval",
-    "orchestrator.metrics",
-    "orchestrator.batches",
-    "orchestrator.rollouts",
-    "orchestrator.environment.*.reward (content of *)",
-    "orchestrator.environment.*.workers",
-    "orchestrator.environment.*.max_generating",
-    "orchestrator.environment.*.max_scoring",
-    "orchestrator.inference_urls",
-    "orchestrator.*teacher.base_url",
-    "orchestrator.*teacher.api_key_var",
-    "orchestrator.*teacher.timeout_s",
-    "orchestrator.host",
-    "orchestrator.port",
-    "orchestrator.rollout_retries",
-    "orchestrator.show_rollout_every",
-    "orchestrator.worker_memory_gib",
-    "inference",
-    "supervisor",
-    "serve",
-    "tinker.base_url",
-    "cluster",
-    "*.function (content of *)",
-    "*_timeout_s",
-)
+MAY_CHANGE = [
+    pattern
+    for line in (
+        "name, output_dir, max_steps, wandb, tensorboard, trainer.gpus, trainer.cpus",
+        "trainer.ranks, trainer.micro_batch_tokens, trainer.dp_replicate",
+        "trainer.context_parallel, trainer.expert_parallel, trainer.activation_checkpointing",
+        "trainer.attention, trainer.compile, trainer.strict_parity, trainer.checkpoint",
+        "trainer.token_log, trainer.weights.keep_last, trainer.weights.keep_every",
+        "trainer.weights.anchor_every, trainer.weights.transport, sft.validation_interval",
+        "orchestrator.eval, orchestrator.metrics, orchestrator.batches, orchestrator.rollouts",
+        "orchestrator.environment.*.reward (content of *), orchestrator.environment.*.workers",
+        "orchestrator.environment.*.max_generating, orchestrator.environment.*.max_scoring",
+        "orchestrator.inference_urls, orchestrator.*teacher.base_url",
+        "orchestrator.*teacher.api_key_var, orchestrator.*teacher.timeout_s, orchestrator.host",
+        "orchestrator.port, orchestrator.rollout_retries, orchestrator.show_rollout_every",
+        "orchestrator.worker_memory_gib, inference, supervisor, serve, tinker.base_url, cluster",
+        "*.function (content of *), *_timeout_s",
+    )
+    for pattern in line.split(", ")
+]
 """Settings and whole sections that a resume may change: how long, where and how fast, but not
 what is learned. Another machine, other timeouts or more steps continue the same experiment;
 another model, data or loss would be a new one."""
