@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl.run_dir.files import MAX_LINE_BYTES, CorruptFileError, reading
+from rl.run_dir.files import MAX_LINE_BYTES, CorruptFileError
 from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.system.terminal import cut_middle, digits, visible
 from rl.wire.batch_file import check_rollouts, open_rollouts
@@ -44,7 +44,7 @@ def read_rollouts(path: Path) -> Iterator[Row]:
     Raises CorruptFileError if the file is damaged, or not a file of rollouts.
     """
     check_rollouts(path)
-    with reading(path), open_rollouts(path) as file:
+    with open_rollouts(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), start=1):
             if len(line) >= MAX_LINE_BYTES:
                 raise CorruptFileError(
