@@ -18,6 +18,7 @@ from typing import Literal
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rl.system.errors import RunError
+from rl.system.terminal import nearest
 
 ROOT_VARIABLE = "RL_ENVIRONMENTS"
 INDEX_PREFIX = "pypi:"
@@ -210,6 +211,9 @@ def here(env_id: str) -> Source:
             )
         if module in BUNDLED and not version:
             return Source("bundled", module, module)
+    paths = [*Path.cwd().glob("*.py"), *Path("environments").glob("*")]
+    near = nearest(name, [*BUNDLED, *(path.stem for path in paths)])
+    meant = f"did you mean {near}? Else " if near else ""
     looked = (
         f"no ./{module}.py, no ./environments/{name}, and nothing of that name in {homes_root()}"
     )
@@ -218,7 +222,7 @@ def here(env_id: str) -> Source:
         "from the package index"
     )
     raise RunError(
-        f"environment {env_id} is not installed: there is {looked}; {ways}, or give the "
+        f"environment {env_id} is not installed: there is {looked}; {meant}{ways}, or give the "
         "./FOLDER of one of your own"
     )
 
