@@ -14,6 +14,8 @@ from rl.wire.training_calls import CallError
 T = TypeVar("T")
 
 Number = Annotated[int, Meta(ge=0)]
+Metadata = dict[str, Any] | None
+Words = dict[str, str] | None
 Most = Annotated[float, Meta(ge=0, le=1e30)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$")]
@@ -26,7 +28,7 @@ class CreateSession(Struct):
     """A client that begins; its models and sampling sessions belong to it."""
 
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     sdk_version: str = ""
     display_name: str | None = None
     project_id: str | None = None
@@ -55,7 +57,7 @@ class CreateModel(Struct):
     model_seq_id: Number
     base_model: str
     lora_config: AdapterConfig
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     optimizer_config: Optimizer = msgspec.field(default_factory=Optimizer)
 
 
@@ -69,7 +71,7 @@ class LoadWeights(Struct):
     session_id: str | None = None
     model_seq_id: Number | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     optimizer_config: Optimizer | None = None
 
 
@@ -100,7 +102,7 @@ class SaveWeights(Struct):
     path: Name
     ttl_seconds: Ttl = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Words = None
 
 
 class SaveWeightsForSampler(Struct):
@@ -112,7 +114,7 @@ class SaveWeightsForSampler(Struct):
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot"] = "snapshot"
     ttl_seconds: Ttl = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Words = None
 
 
 class SaveWeightsExternal(Struct):
