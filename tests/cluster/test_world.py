@@ -20,6 +20,7 @@ from rl.run_dir.status import RoleStatus, Staleness, write_status
 from rl.system.children import Stopped
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
+from tests.cluster.configs import run_config
 from tests.run_dir.test_logs import REPORT
 from tests.waiting import until
 
@@ -124,10 +125,7 @@ def config(tmp_path, monkeypatch) -> RLConfig:
     )
     monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: clock.now,))
     cluster = {"nodes": 4, "trainer_nodes": 3, "min_trainer_nodes": 2, "join_timeout_s": 2.0}
-    environment = {"environment": [{"id": "first-half"}]}
-    return RLConfig.model_validate(
-        {"name": "x", "output_dir": str(tmp_path), "cluster": cluster, "orchestrator": environment}
-    )
+    return run_config(tmp_path, cluster)
 
 
 @contextmanager

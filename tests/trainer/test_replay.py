@@ -270,11 +270,8 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
         and "safetensors: tensor " in flipped["fault"]
         and flipped["fault"].endswith("is not what was written")
     )
-    damaged = found("record", lambda run_dir: change(run_dir.digests(STEPS)))
-    assert damaged["tensor"] == first and "weights/000004/digests.json and" in damaged["fault"]
-    assert (
-        "damaged" in found("cut", lambda run_dir: run_dir.digests(STEPS).write_text("{"))["fault"]
-    )
+    cut = found("cut", lambda run_dir: run_dir.digests(STEPS).write_text("{"))
+    assert cut["tensor"] is None and "damaged" in cut["fault"]
     with pytest.raises(CorruptFileError, match=f"tensor {first} is not what was written"):
         run_dir = copy_of(config.run_dir, tmp_path / "own")
         change(run_dir.weights(STEPS) / "digests.json")

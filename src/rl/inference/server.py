@@ -247,7 +247,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
 async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") -> str:
     """Runs the HTTP server until it ends; returns why the engine can no longer be used, or ""."""
     from rl.wire import serving
-    from rl.wire.token_gate import Gate
+    from rl.wire.gate import Gate
 
     async def end_with_engine() -> None:
         raise RunError(await death)

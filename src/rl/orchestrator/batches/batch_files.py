@@ -22,10 +22,8 @@ from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.retention import Retention
 from rl.system.errors import RunError
 from rl.wire.batch_file import (
-    ENCODER,
     PLAIN_STEPS,
     ROLLOUT_SUFFIXES,
-    EncodedBatch,
     compress_rollouts,
     decode_batch,
     remove_rollouts,
@@ -33,6 +31,7 @@ from rl.wire.batch_file import (
     write_batch,
     write_rollouts,
 )
+from rl.wire.messages import TrainBatch
 from rl.wire.rollouts import Group, TaskRef, rollout_lines
 
 log = logging.getLogger(__name__)
@@ -121,12 +120,8 @@ class BatchFiles:
         used = [group for group in settled if group.why is None]
         with spans.span("commit", "batches", step):
             normalise(used, self.rules)
-            # encoded one by one: as lists they would take several times the memory of their
-            # groups, and stall the process while the garbage collector walks through them
             samples = [
-                msgspec.Raw(ENCODER.encode(sample))
-                for group in used
-                for sample in group_samples(group, self.mask_truncated)
+                sample for group in used for sample in group_samples(group, self.mask_truncated)
             ]
             state.settled = sorted(group.group_id for group in settled)
             state.metrics = batch_metrics(step, settled, self.mask_truncated, self.rules) | {
@@ -138,7 +133,7 @@ class BatchFiles:
                 raise TakenError(path)  # before rollouts are overwritten
             lines = rollout_lines(settled, step, self.mask_truncated)
             write_rollouts(self.run_dir.rollouts(step), lines, self.fence)
-            write_batch(path, EncodedBatch(step=step, samples=samples), state, self.fence)
+            write_batch(path, TrainBatch(step=step, samples=samples), state, self.fence)
 
     def put_away(self, step: int) -> None:
         """Deletes the batches and rollouts that the settings do not keep, and compresses old
