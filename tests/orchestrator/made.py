@@ -1,8 +1,11 @@
 """Turns and setups of workers for tests, in which only what a test is about is given."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from rl.config.command_line import build, parse_args
+from rl.config.run import RLConfig
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Turn
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
@@ -31,3 +34,11 @@ def worker_setup(name: str = "a", **changes: Any) -> WorkerSetup:
         "retries": 0,
     }
     return WorkerSetup(env=EnvSpec(name=name, **env), **fields | changes)
+
+
+def run_config(root: Path, *flags: str, env: str = "e") -> RLConfig:
+    """Returns the configuration of a run `r` in `root`; each of `flags` may be several words."""
+    words = [word for flag in flags for word in (flag.split() if flag[0] == "-" else [flag])]
+    key = "--orchestrator.environment" if "{" in env else "--orchestrator.environment.id"
+    base = ["--name", "r", "--output_dir", str(root), key, env]
+    return build(parse_args([*base, *words]))
