@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import build, parse_args
-from rl.config.run import RLConfig
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Turn
 from rl.wire.worker_messages import EnvSpec, PolicySpec, WorkerSetup
@@ -36,8 +34,10 @@ def worker_setup(name: str = "a", **changes: Any) -> WorkerSetup:
     return WorkerSetup(env=EnvSpec(name=name, **env), **fields | changes)
 
 
-def run_config(root: Path, *flags: str, env: str = "e") -> RLConfig:
+def run_config(root: Path, *flags: str, env: str = "e") -> Any:
     """Returns the configuration of a run `r` in `root`; each of `flags` may be several words."""
+    from rl.config.command_line import build, parse_args  # light workers do not wait for it
+
     words = [word for flag in flags for word in (flag.split() if flag[0] == "-" else [flag])]
     key = "--orchestrator.environment" if "{" in env else "--orchestrator.environment.id"
     base = ["--name", "r", "--output_dir", str(root), key, env]
