@@ -21,7 +21,7 @@ from rl.models.folder import resolve_model
 from rl.orchestrator.batches.batch_files import decode_state
 from rl.run_dir.checksums import read_manifest
 from rl.run_dir.files import encode_record
-from rl.trainer.sft.rows import Source, files_of, json_rows
+from rl.trainer.sft.rows import DataSource, files_of, json_rows
 from rl.wire.batch_file import decode_batch
 
 ENV = ["--orchestrator.environment.id", "e"]
@@ -676,7 +676,7 @@ MODELS_AND_ENVIRONMENTS = [
         "tokenizer_config.json: expected a JSON object, not list; copy the model again",
     ),
     Case(
-        lambda _: files_of(Source("/nowhere.jsonl", "train", "sft.dataset")),
+        lambda _: files_of(DataSource("/nowhere.jsonl", "train", "sft.dataset")),
         "sft.dataset = '/nowhere.jsonl': there is no /nowhere.jsonl",
     ),
     best("{", "{tmp}/r/evals/best.json: not readable as JSON"),

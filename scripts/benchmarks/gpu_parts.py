@@ -35,8 +35,7 @@ from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
-from rl.trainer.train import train_step
-from rl.trainer.trainer import TrainContext
+from rl.trainer.train import TrainContext, train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = 4096

@@ -34,8 +34,7 @@ from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World, start_world
-from rl.trainer.train import train_step
-from rl.trainer.trainer import TrainContext
+from rl.trainer.train import TrainContext, train_step
 
 Step = Callable[[Packed], dict[str, float]]
 """Trains a batch; returns seconds by part."""

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from rl.cluster import agent as module
-from rl.cluster.agent import Agent
-from rl.config.run import RLConfig
+from rl.cluster.agent import RankAgent
 from rl.launch.devices import Share, Split
 from rl.launch.roles import AGENT
 from rl.run_dir.nodes import TrainerWorld
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.children import PYTHON
+from tests.cluster.configs import run_config
 from tests.waiting import alive, until
 
 PROGRAM = f"""#!{sys.executable}
@@ -46,19 +46,13 @@ def make(tmp_path, children, monkeypatch):
     monkeypatch.setattr(module, "PYTHON", (str(program), *PYTHON[1:]))
     monkeypatch.setattr(module, "AGENT", [str(program), *AGENT[1:]])
 
-    def make_agent(ranks: int) -> tuple[Agent, Path]:
+    def make_agent(ranks: int) -> tuple[RankAgent, Path]:
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
-        tables = {
-            "name": "x",
-            "output_dir": str(tmp_path),
-            "cluster": cluster,
-            "orchestrator": {"environment": [{"id": "first-half"}]},
-        }
         share = Share([], sorted(os.sched_getaffinity(0)), {"SHARE": "1"})
         note = tmp_path / "note"
         environment = {"NODE": "1", "NOTE": str(note)}
-        return Agent(
-            RLConfig.model_validate(tables),
+        return RankAgent(
+            run_config(tmp_path, cluster),
             1,
             5,
             Split(share, share, ranks, {}),

@@ -19,6 +19,7 @@ from rl.system import process_table
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from tests.cluster import slurm_here
+from tests.cluster.configs import run_config
 
 STAND_IN = """
 import os, signal, sys, time
@@ -40,13 +41,8 @@ HERE_S = 150.0
 
 
 def make_config(folder: Path, cluster: dict[str, object], **settings: object) -> RLConfig:
-    sections = {
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-        "cluster": {"engine": "slurm", "nodes": 3, "grace_s": 5} | cluster,
-    }
-    config = RLConfig.model_validate(
-        {"name": "run", "output_dir": str(folder)} | sections | settings
-    )
+    usual = {"engine": "slurm", "grace_s": 5}
+    config = run_config(folder, usual | cluster, name="run", **settings)
     config.run_dir.status_dir.mkdir(parents=True)
     return config
 

@@ -20,6 +20,7 @@ from rl.run_dir.status import RoleStatus, Staleness, write_status
 from rl.system.children import Stopped
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
+from tests.cluster.configs import run_config
 from tests.run_dir.test_logs import REPORT
 from tests.waiting import until
 
@@ -124,10 +125,7 @@ def config(tmp_path, monkeypatch) -> RLConfig:
     )
     monkeypatch.setattr(Staleness.__init__, "__defaults__", (lambda: clock.now,))
     cluster = {"nodes": 4, "trainer_nodes": 3, "min_trainer_nodes": 2, "join_timeout_s": 2.0}
-    environment = {"environment": [{"id": "first-half"}]}
-    return RLConfig.model_validate(
-        {"name": "x", "output_dir": str(tmp_path), "cluster": cluster, "orchestrator": environment}
-    )
+    return run_config(tmp_path, cluster)
 
 
 @contextmanager
@@ -257,17 +255,6 @@ def test_one_that_comes_and_goes_is_not_taken_in(config, monkeypatch):
         assert running.nodes.world().generation == 1
 
 
-def test_of_two_launchers_one_forms_a_world(config):
-    with cluster_of(config, 3):
-        running = Running(config)
-        first = running.world(1)
-        slow = Launcher(config)  # it had chosen the same number when it was stopped
-        with pytest.raises(RunError, match="another machine has formed world 1"):
-            slow.write(msgspec.structs.replace(first, nodes=[1, 2], leases=[1, 1], ranks=[2, 2]))
-        assert running.nodes.world() == first
-        slow.status.close()
-
-
 def test_a_launcher_that_was_stopped_does_not_end_its_successors_world(config):
     with cluster_of(config, 3) as machines:
         running = Running(config)
@@ -346,13 +333,6 @@ def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monk
             status.agent == "ended" for status in nodes.statuses().values()
         )
         launcher.status.close()
-
-
-def test_too_few_machines_end_the_wait_with_their_names(config):
-    with cluster_of(config, 1):
-        running = Running(config)
-        running.result()
-        assert "machines 1, 2 did not come within cluster.join_timeout_s" in str(running.error)
 
 
 def test_what_is_wrong_with_a_machine_that_is_missing_is_said(config):

@@ -10,7 +10,7 @@ import pytest
 from rl.commands import evaluate
 from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
 from rl.commands.evaluate import evaluations_only, num_examples
-from rl.commands.policy_spec import Source
+from rl.commands.policy_spec import PolicySource
 from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
@@ -343,7 +343,7 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
     config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
     session = Session()
     session.config = config
-    parts = asyncio.run(evaluate.evaluate_policy(session, Source("p"), tmp_path, None))
+    parts = asyncio.run(evaluate.evaluate_policy(session, PolicySource("p"), tmp_path, None))
     rewards = {label: part["metrics"]["reward_mean"] for label, part in parts.items()}
     assert rewards == {"cool": 0.25, "hot": 0.75}
     assert [part["num_examples"] for part in parts.values()] == [2, 2]

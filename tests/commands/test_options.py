@@ -8,7 +8,7 @@ import pytest
 
 from rl.commands import collect, environment, evaluate
 from rl.commands.options import load, name_of_play
-from rl.commands.policy_spec import Source
+from rl.commands.policy_spec import PolicySource
 from rl.config.command_line import build, from_toml, parse_args
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
@@ -65,7 +65,7 @@ def test_what_is_played_names_the_folder():
         ([*given, "--trainer.name", "mine"], "outputs/x@best", "mine"),
     ):
         line = parse_args(args)
-        assert name_of_play(build(line), line, ["sums"], Source("x 12"), policy) == name
+        assert name_of_play(build(line), line, ["sums"], PolicySource("x 12"), policy) == name
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def test_the_list(recipes, capsys):
         0,
         """\
 recipe       minutes  seeds  before -> after  task
-longer-name       12      2  0.15 -> 0.95     Other sums
-sums             1.5      2  0.15 -> 0.95     Sums
+longer-name  12       2      0.15 -> 0.95     Other sums
+sums         1.5      2      0.15 -> 0.95     Sums
 """,
         "",
     )
@@ -69,7 +69,7 @@ sums             1.5      2  0.15 -> 0.95     Sums
 
 def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
     (recipes / "recipe.toml").write_text(NOT_RUN)
-    assert called(capsys, "recipe")[1].endswith("sums       ~1.5      0  not run          Sums\n")
+    assert called(capsys, "recipe")[1].endswith("sums    ~1.5     0      not run          Sums\n")
     assert called(capsys, "recipe", "sums", "--to", "x")[1].startswith(
         "x: Sums; never run; estimated 1.5 minutes on two cores. Train"
     )
@@ -154,10 +154,10 @@ def test_a_check_runs_the_stages_and_shows_the_curve_beside_the_recorded_ones(st
 outputs/recipes/sums-1: rl sft @ sft.toml --seed 7
 outputs/recipes/sums-1: rl export outputs/warm --to warm
 outputs/recipes/sums-1: rl @ run.toml --seed 7
-     step  this run    seed 1    seed 2
-        0     0.250     0.100     0.200
-       10         -     0.800     0.600
-       20     0.950     0.900     1.000
+step  this run  seed 1  seed 2
+   0     0.250   0.100   0.200
+  10         -   0.800   0.600
+  20     0.950   0.900   1.000
 sums: eval/adding/reward_mean ends at 0.950; recorded: 0.900 to 1.000; needed: 0.750: passed
 """,
         "",

@@ -6,7 +6,7 @@ import pty
 
 import pytest
 
-from rl.commands import pager, show
+from rl.commands import show
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
@@ -217,8 +217,8 @@ def test_on_a_terminal_a_pager_reads_as_much_as_it_wants(monkeypatch, command, m
     try:
         os.dup2(slave if command else write, 1)
         with open(1, "w", encoding="utf-8", closefd=False) as out:
-            monkeypatch.setattr(pager.sys, "stdout", out)
-            pager.page(texts)
+            monkeypatch.setattr(show.sys, "stdout", out)
+            show.page(texts)
     finally:
         os.dup2(saved, 1)
         for fd in (saved, slave, write):

@@ -511,12 +511,7 @@ def test_a_rubric_of_ones_own_is_checked_too():
     assert only(played(env)).metrics == {"good": 2.0, "num_turns": 1.0}
 
 
-def test_no_reward_function_is_told_at_load():
-    with pytest.raises(
-        RunError,
-        match=r"has no reward function; add one, or set set_kwargs\.score_rollouts = false",
-    ):
-        made(single(rubric=None))
+def test_without_a_reward_function_an_environment_is_played_unscored():
     rollout = only(played(made(single(rubric=None), set_kwargs={"score_rollouts": False})))
     assert rollout.error is None and rollout.reward == 0.0 and rollout.turns
 

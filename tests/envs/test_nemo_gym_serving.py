@@ -6,8 +6,7 @@ import json
 import pytest
 
 from rl.envs.classic.environment import ClassicEnvironment
-from rl.envs.nemo_gym.policy import GymPolicy
-from rl.envs.nemo_gym.serving import aggregate, sampling_of, task_row, to_result
+from rl.envs.nemo_gym.serving import GymPolicy, aggregate, sampling_of, task_row, to_result
 from rl.envs.nemo_gym.wire import chat_prompt, decode_reply, to_rollout
 from rl.envs.policy import RolloutError
 from rl.envs.v1.environment import V1Environment

@@ -21,7 +21,7 @@ from rl.run_dir.in_memory import OverNetwork
 from rl.trainer.parallel.world import start_world
 from rl.trainer.store.image import Image
 from rl.trainer.store.layout import Slice
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.registered import Registered
 from tests.trainer.store.images import laid_out
 
@@ -74,7 +74,7 @@ def main() -> None:
     image = Image(
         found,
         [Slice(tensor, *halves(tensors[tensor.name])[rank]) for tensor in found],
-        Ranks(world, 60.0),
+        RankThreads(world, 60.0),
     )
     image.claim()
     for part in image.slices:

@@ -116,8 +116,12 @@ def servers(tmp_path_factory):
 PROMPT = list(range(10, 40))
 
 
-def test_sampled_logprobs_and_stops(servers):
-    server = servers["tied"]
+@pytest.fixture
+def server(servers):
+    return servers["tied"]
+
+
+def test_sampled_logprobs_and_stops(server):
     for temperature in (1.0, 0.7):
         answer = server.generate(PROMPT, max_tokens=40, temperature=temperature, seed=1)
         assert_logprobs(server, PROMPT, answer, temperature)
@@ -192,10 +196,9 @@ def test_answers_to_equal_prompts_at_the_same_time_are_each_the_models_own(serve
     assert len({tuple(answer["token_ids"]) for answer in answers}) > 1
 
 
-def test_a_seed_draws_the_same_tokens_whoever_is_beside_it(servers):
+def test_a_seed_draws_the_same_tokens_whoever_is_beside_it(server):
     """Its step was drawn by another algorithm when a request beside it was greedy or wanted more
     log-probabilities."""
-    server = servers["tied"]
     wanted = {"max_tokens": 16, "temperature": 1.0, "seed": 7, "stop_token_ids": []}
     alone, model = server.generate(PROMPT, **wanted)["token_ids"], str(server.weights[0])
     beside = {
@@ -220,8 +223,7 @@ def test_a_seed_draws_the_same_tokens_whoever_is_beside_it(servers):
         assert was_beside
 
 
-def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(servers):
-    server = servers["tied"]
+def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(server):
     greedy = server.generate(PROMPT, max_tokens=8, temperature=0.0)
     for cut in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
         alone = server.generate(PROMPT, max_tokens=8, temperature=1.0, **cut)
@@ -229,10 +231,9 @@ def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(servers):
         assert alone["logprobs"] == pytest.approx([0.0] * 8), cut
 
 
-def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers, monkeypatch):
+def test_turns_with_tools_are_trained_on_as_they_were_sampled(server, monkeypatch):
     """Three turns with tool results between them, the second cut short: one sample, whose every
     token has its sampled logprob again."""
-    server = servers["tied"]
     monkeypatch.setenv("RL_TOKEN", TOKEN)
     tool = {
         "type": "function",
@@ -253,7 +254,7 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers, monkeypat
 
     async def talk() -> Conversation:
         conversation = Conversation(policy, 0, {"max_tokens": 24, "temperature": 0.8, "stop": None})
-        messages = [{"role": "user", "content": "1 + 1?"}]
+        messages = [user("1 + 1?")]
         for result in ("2", "3", "4"):
             _, answer = await conversation.answer(
                 messages, [tool], {"max_tokens": 5 if result == "3" else 24}
@@ -295,13 +296,12 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(servers, monkeypat
     )
 
 
-def test_openai_routes_stay_and_development_routes_are_closed(servers):
-    server = servers["tied"]
+def test_openai_routes_stay_and_development_routes_are_closed(server):
     assert httpx.get(server.url + "/health", headers=server.headers).status_code == 200
     chat = server.post(
         "/v1/chat/completions",
         model=str(server.weights[0]),
-        messages=[{"role": "user", "content": "hi"}],
+        messages=[user("hi")],
         max_tokens=4,
         logprobs=True,
     )
@@ -312,6 +312,10 @@ def test_openai_routes_stay_and_development_routes_are_closed(servers):
 
 
 TOKENS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
 
 
 def chat(server, messages: list[dict], **more) -> httpx.Response:
@@ -340,11 +344,11 @@ def continued(before: dict, after: dict) -> bool:
 
 def test_a_chat_continues_the_tokens_that_come_back(servers):
     """Random bytes are rarely text that is encoded as the same bytes again."""
-    server, messages, turns = servers["tied"], [{"role": "user", "content": "go on"}], []
+    server, messages, turns = servers["tied"], [user("go on")], []
     for _ in range(3):
         turns.append(answer := said(chat(server, messages)))
         assert [len(answer[key]) for key in TOKENS[1:]] == [12, 12]
-        messages = [*messages, answer, {"role": "user", "content": "and?"}]
+        messages = [*messages, answer, user("and?")]
     assert all(continued(*pair) for pair in pairwise(turns))
     tokenizer = load_tokenizer(str(server.weights[0]))
     behind = turns[1]["prompt_token_ids"][len(turns[0]["prompt_token_ids"]) + 12 :]
@@ -360,29 +364,27 @@ def test_a_chat_continues_the_tokens_that_come_back(servers):
     assert_logprobs(server, turns[2]["prompt_token_ids"], answer)
 
 
-def test_an_answer_that_ended_by_itself_is_not_ended_again(servers):
-    server, ask = servers["tied"], {"role": "user", "content": "go on"}
+def test_an_answer_that_ended_by_itself_is_not_ended_again(server):
+    ask = user("go on")
     end = load_tokenizer(str(server.weights[0])).eos_token_id
     answer = said(chat(server, [ask], allowed_token_ids=[end], ignore_eos=False))
-    after = said(chat(server, [ask, answer, {"role": "user", "content": "and?"}]))
+    after = said(chat(server, [ask, answer, user("and?")]))
     assert answer["generation_token_ids"] == [end] and continued(answer, after)
     assert after["prompt_token_ids"].count(end) == 3  # of three messages
 
 
 def test_a_chat_of_a_base_model_ends_where_its_template_ends(servers):
-    server, ask = servers["untied"], {"role": "user", "content": "hi"}
+    server, ask = servers["untied"], user("hi")
     end = load_tokenizer(str(server.weights[0])).convert_tokens_to_ids("<|im_end|>")
     answer = said(chat(server, [ask], allowed_token_ids=[end], ignore_eos=False))
     assert answer["generation_token_ids"] == [end]
-    after = said(chat(server, [ask, answer, {"role": "user", "content": "and?"}]))[
-        "prompt_token_ids"
-    ]
+    after = said(chat(server, [ask, answer, user("and?")]))["prompt_token_ids"]
     assert (
         after
         == said(
             chat(
                 server,
-                [ask, {"role": "assistant", "content": ""}, {"role": "user", "content": "and?"}],
+                [ask, {"role": "assistant", "content": ""}, user("and?")],
             )
         )["prompt_token_ids"]
     )
@@ -403,17 +405,17 @@ def test_a_special_token_as_stop_string_stops(servers):
     )
 
 
-def test_a_chat_that_was_rewritten_is_rendered_again(servers):
-    server, ask = servers["tied"], {"role": "user", "content": "go on"}
+def test_a_chat_that_was_rewritten_is_rendered_again(server):
+    ask = user("go on")
     answer = said(chat(server, [ask]))
-    behind = {"role": "user", "content": "and?"}
+    behind = user("and?")
     plain = said(chat(server, [ask, {"role": "assistant", "content": answer["content"]}, behind]))[
         "prompt_token_ids"
     ]
     assert continued(answer, said(chat(server, [ask, answer | {"reasoning": "hm"}, behind])))
     for rewritten in (
         [ask, answer | {"content": "no"}, behind],
-        [{"role": "user", "content": "go back"}, answer, behind],
+        [user("go back"), answer, behind],
         [ask, answer | {"generation_token_ids": [1, 2]}, behind],
         [ask, answer | {"generation_token_ids": ["x"]}, behind],
     ):
@@ -427,10 +429,10 @@ def test_a_chat_that_was_rewritten_is_rendered_again(servers):
     assert "prompt_token_ids" not in said(chat(server, [ask], return_tokens_as_token_ids=False))
 
 
-def test_no_grammar_chooses_the_tokens_of_a_chat(servers):
+def test_no_grammar_chooses_the_tokens_of_a_chat(server):
     """With vLLM's defaults it would for these tools, and the trainer would compute other
     probabilities."""
-    server, ask = servers["tied"], {"role": "user", "content": "go on"}
+    ask = user("go on")
     add = {
         "name": "add",
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
@@ -455,15 +457,15 @@ def test_no_grammar_chooses_the_tokens_of_a_chat(servers):
     )
 
 
-def test_a_continued_chat_that_is_too_long_is_refused_as_vllm_does(servers):
-    server, ask = servers["tied"], {"role": "user", "content": "x" * 400}
+def test_a_continued_chat_that_is_too_long_is_refused_as_vllm_does(server):
+    ask = user("x" * 400)
     answer = said(chat(server, [ask], max_tokens=480))
-    refused = chat(server, [ask, answer, {"role": "user", "content": "and?"}], max_tokens=100)
+    refused = chat(server, [ask, answer, user("and?")], max_tokens=100)
     assert refused.status_code == 400 and "maximum context length is 960 tokens" in refused.text
 
 
-def test_the_versions_of_a_chat_are_remembered(servers):
-    server, ask = servers["tied"], [{"role": "user", "content": "go on"}]
+def test_the_versions_of_a_chat_are_remembered(server):
+    ask = [user("go on")]
     first = said(chat(server, ask))
     assert server.load(1).status_code == 200
     with ThreadPoolExecutor() as pool:
@@ -481,8 +483,7 @@ def test_the_versions_of_a_chat_are_remembered(servers):
     assert server.post("/versions", answers=3).status_code == 400
 
 
-def test_several_answers_to_one_prompt_outlive_a_new_version(servers):
-    server = servers["tied"]
+def test_several_answers_to_one_prompt_outlive_a_new_version(server):
     with ThreadPoolExecutor() as pool:
         with server.held():
             both = pool.submit(
@@ -508,8 +509,7 @@ def test_several_answers_to_one_prompt_outlive_a_new_version(servers):
     )
 
 
-def test_disconnect_aborts_the_request(servers):
-    server = servers["tied"]
+def test_disconnect_aborts_the_request(server):
     with ThreadPoolExecutor(12) as pool:  # a seed whose answer is long
         answers = list(
             pool.map(
@@ -598,8 +598,7 @@ def test_a_server_lets_go_of_memory_that_it_has_loaded_and_does_not_read_it_once
     assert_version(server, 2)
 
 
-def test_loading_twice(servers):
-    server = servers["tied"]
+def test_loading_twice(server):
     assert server.load(2).json() == {
         "policy_version": 2,
         "drain_s": 0.0,
@@ -617,8 +616,7 @@ def test_loading_twice(servers):
         assert server.status()["content"] == (content or "a")
 
 
-def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
-    server = servers["tied"]
+def test_bad_weights_are_refused_and_the_old_version_goes_on(server, tmp_path):
     corrupt = shutil.copytree(server.weights[3], tmp_path / "corrupt") / "model.safetensors"
     corrupt.write_bytes(corrupt.read_bytes()[:-1000])
     wide = make_tiny_model(tmp_path / "wide", WIDE)
@@ -645,10 +643,9 @@ def test_bad_weights_are_refused_and_the_old_version_goes_on(servers, tmp_path):
     assert_version(server, 2)
 
 
-def test_deltas_are_applied_or_refused_until_a_whole_version_comes(servers, tmp_path):
+def test_deltas_are_applied_or_refused_until_a_whole_version_comes(server, tmp_path):
     """The server joins late, at a delta. A damaged one, and those after it, are refused; the
     next whole version is loaded, and deltas on it."""
-    server = servers["tied"]
     _, two, three, four = as_deltas([server.weights[version] for version in (3, 1, 2, 3)], tmp_path)
     assert server.load(1, two).status_code == 200
     assert_version(server, 1)
@@ -690,8 +687,7 @@ def in_flight(server: Server) -> threading.Thread:
     return thread
 
 
-def test_malformed_bodies_are_refused_and_change_nothing(servers):
-    server = servers["tied"]
+def test_malformed_bodies_are_refused_and_change_nothing(server):
     before, version = (
         server.generate(PROMPT, max_tokens=20, temperature=0.0),
         server.status()["policy_version"],
@@ -740,9 +736,8 @@ def test_malformed_bodies_are_refused_and_change_nothing(servers):
     assert server.generate(PROMPT, max_tokens=20, temperature=0.0) == before
 
 
-def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(servers):
+def test_a_seed_gives_the_same_tokens_however_its_prompt_is_cut(server):
     """Sixty prompts at once do not fit into a step: some are computed in pieces."""
-    server = servers["tied"]
     asked = [
         {
             "token_ids": [10 + i % 200, *PROMPT * 3],
@@ -804,8 +799,7 @@ def test_the_token_guards_every_path(servers):
         assert b"400" in line.recv(1000)
 
 
-def test_sampled_tokens_show_in_the_status(servers):
-    server = servers["tied"]
+def test_sampled_tokens_show_in_the_status(server):
 
     def progress() -> int:
         now = time.time()
@@ -861,9 +855,8 @@ def test_engine_death_ends_the_process(servers):
     assert "engine process died" in (server.root / "log").read_text()
 
 
-def test_sigterm_ends_the_server_and_its_engine_and_no_answer_is_cut_off(servers):
+def test_sigterm_ends_the_server_and_its_engine_and_no_answer_is_cut_off(server):
     """The signal goes to both processes, as with Ctrl-C."""
-    server = servers["tied"]
     engine = server.engine_pid()
 
     def ask(seed: int) -> httpx.Response | None:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from rl.config.sft import SftConfig
 from rl.models import hub
 from rl.system.errors import RunError
-from rl.trainer.sft.rows import Source, hub_rows
+from rl.trainer.sft.rows import DataSource, hub_rows
 from tests.models.hub_stub import TOKEN, HubStub
 from tests.web import serving
 
@@ -54,7 +54,7 @@ def test_a_hub_out_of_reach_is_told_at_once(listens, monkeypatch):
             "give a file",
         ):
             hub_rows(
-                Source("nobody/nothing", "train", "sft.dataset"),
+                DataSource("nobody/nothing", "train", "sft.dataset"),
                 SftConfig(dataset="nobody/nothing"),
             )
         assert time.monotonic() - began < 10

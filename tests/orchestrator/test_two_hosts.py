@@ -27,7 +27,6 @@ from rl.run_dir.status import Status
 from rl.system import faults
 from rl.system.errors import GIVE_UP
 from rl.wire.batch_file import (
-    EncodedBatch,
     check_rollouts,
     decode_batch,
     remove_rollouts,
@@ -91,7 +90,7 @@ def orchestrate(root, environment: str, host: str, point: str = "") -> None:
     with merging(run_dir.metrics, fence):
         for step in range(newest + 1, STEPS + 1):
             lines = json.dumps({"host": host}).encode()
-            commit(run_dir, EncodedBatch(step=step, samples=[]), lines, {"host": host}, fence)
+            commit(run_dir, TrainBatch(step=step, samples=[]), lines, {"host": host}, fence)
             log.write(step, {"x": 1.0})
         until(lambda: (root / "trained").exists(), 20)
         time.sleep(ENVIRONMENT[environment])

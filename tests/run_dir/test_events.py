@@ -6,15 +6,15 @@ from rl.run_dir.events import Event, EventsReader, append_event, read_events
 def test_events_of_several_machines_come_in_the_order_of_their_times(tmp_path):
     own, third = tmp_path / "events.jsonl", tmp_path / "events-node3.jsonl"
     reader = EventsReader(own)
-    append_event(own, Event(time=1.0, event="start", process="rl"))
-    append_event(own, Event(time=4.0, event="stop", process="rl"))
-    append_event(third, Event(time=2.0, event="start", process="inference-node3"))
-    append_event(third, Event(time=3.0, event="death", process="inference-node3"))
-    assert (
-        [event.time for event in read_events(own)]
-        == [event.time for event in reader.new()]
-        == [1.0, 2.0, 3.0, 4.0]
-    )
+    for file, time, event in (
+        (own, 1.0, "start"),
+        (own, 4.0, "stop"),
+        (third, 2.0, "start"),
+        (third, 3.0, "death"),
+    ):
+        append_event(file, Event(time=time, event=event, process=file.stem))
+    for events in (read_events(own), reader.new()):
+        assert [event.time for event in events] == [1.0, 2.0, 3.0, 4.0]
     with third.open("a") as file:
         file.write('{"time": 5.0, "event": "restart", "process": "infer')
     assert reader.new() == []

@@ -11,7 +11,6 @@ from rl.run_dir.files import (
     decode_record,
     encode_record,
     make_durable,
-    remove_directory,
     write_directory,
     write_file,
 )
@@ -76,20 +75,6 @@ def test_a_write_that_fails_names_the_file_and_changes_nothing(tmp_path, monkeyp
     assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
 
 
-def test_a_directory_appears_whole(tmp_path):
-    path = tmp_path / "weights" / "000001"
-
-    def fill(directory):
-        (directory / "sub").mkdir()
-        (directory / "sub" / "a").write_text("1")
-        assert not path.exists()
-
-    write_directory(path, fill)
-    assert (path / "sub" / "a").read_text() == "1"
-    write_directory(path, lambda directory: (directory / "b").write_text("2"))
-    assert os.listdir(path) == ["b"] and os.listdir(path.parent) == ["000001"]
-
-
 def test_a_directory_whose_filling_fails_does_not_appear(tmp_path):
     path = tmp_path / "000001"
 
@@ -102,13 +87,6 @@ def test_a_directory_whose_filling_fails_does_not_appear(tmp_path):
     assert not path.exists()
     write_directory(path, lambda directory: (directory / "b").touch())
     assert os.listdir(path) == ["b"]
-
-
-def test_remove_directory(tmp_path):
-    (tmp_path / "000001" / "x").mkdir(parents=True)
-    remove_directory(tmp_path / "000001")
-    remove_directory(tmp_path / "000001")
-    assert os.listdir(tmp_path) == []
 
 
 def test_what_is_made_durable_later_is_whole_at_once_and_synced_then(tmp_path, monkeypatch):

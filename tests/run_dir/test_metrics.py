@@ -27,33 +27,25 @@ def steps_of(path) -> list[int]:
 
 def test_a_line(path):
     MetricsLog(path, "trainer").write(3, {"loss/mean": 0.5, "bad": float("inf")})
-    (line,) = (path.parent / "metrics" / "trainer.jsonl").read_text().splitlines()
-    content = json.loads(line)
+    content = json.loads((path.parent / "metrics" / "trainer.jsonl").read_bytes())
     assert content.pop("time") > 1.7e9
     assert content == {"step": 3, "source": "trainer", "loss/mean": 0.5, "bad": None}
-    Merger(path).merge()
-    assert path.read_text() == line + "\n"
 
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_the_last_value_of_a_step_and_source_wins(path, merged):
-    trainer, orchestrator, evals = (
-        MetricsLog(path, source) for source in ("trainer", "orchestrator", "eval")
-    )
-    trainer.write(1, {"loss/mean": 1.0})
+    logs = {name: MetricsLog(path, name) for name in ("trainer", "orchestrator", "eval")}
+    logs["trainer"].write(1, {"loss/mean": 1.0})
     if merged:
         Merger(path).merge()
-    orchestrator.write(1, {"reward/mean": 0.1})
-    trainer.write(1, {"loss/mean": 2.0})
-    evals.write(0, {"eval/a/reward_mean": 0.1})
-    evals.write(0, {"eval/b/reward_mean": 0.2})
+    logs["orchestrator"].write(1, {"reward/mean": 0.1})
+    logs["trainer"].write(1, {"loss/mean": 2.0})
+    for name in "ab":
+        logs["eval"].write(0, {f"eval/{name}/reward_mean": 0.1})
     lines = read_metrics(path)
     assert set(lines) == {(1, "trainer"), (1, "orchestrator"), (0, "eval")}
     assert lines[1, "trainer"]["loss/mean"] == 2.0
-    assert (lines[0, "eval"]["eval/a/reward_mean"], lines[0, "eval"]["eval/b/reward_mean"]) == (
-        0.1,
-        0.2,
-    )
+    assert {"eval/a/reward_mean", "eval/b/reward_mean"} < lines[0, "eval"].keys()
     Merger(path).merge()
     assert read_metrics(path) == lines
 
@@ -101,18 +93,6 @@ def test_a_run_from_before_there_were_sources_goes_on(path):
     assert steps_of(path) == [1]
 
 
-def test_cut(path):
-    assert cut_metrics(path, 1) == []
-    log = MetricsLog(path, "a")
-    for step in (1, 2, 3, 2):
-        log.write(step, {})
-    gone = cut_metrics(path, 1)
-    assert [json.loads(line)["step"] for line in gone] == [2, 3, 2]
-    Merger(path).merge()
-    assert steps_of(path) == [1]
-    assert cut_metrics(path, 1) == []
-
-
 def lines_of(path) -> list[bytes]:
     return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
@@ -143,16 +123,10 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
     points = [tuple(line.split()[1:]) for line in (tmp_path / "trace").read_text().splitlines()]
     # not those of another test's thread: a heartbeat
     points = [point for point in points if point[0].startswith(("metrics.", "merged."))]
-    names = {name for name, _ in points}
-    assert {
-        "metrics.torn",
-        "metrics.done",
-        "metrics.rename",
-        "merged.write",
-        "merged.torn",
-        "merged.done",
-        "merged.rename",
-    } <= names
+    assert {name for name, _ in points} >= {
+        *("metrics.torn", "metrics.done", "metrics.rename"),
+        *("merged.write", "merged.torn", "merged.done", "merged.rename"),
+    }
     for number, (name, count) in enumerate(points):
         path = tmp_path / f"life-{number}" / "metrics.jsonl"
         if (child := os.fork()) == 0:
@@ -260,15 +234,10 @@ def test_what_is_not_wanted_is_not_kept(tmp_path):
     # nothing is merged yet
     assert sorted(read_metrics(path, last_bytes=2 * some)) == [(2, "eval"), (2, "trainer")]
     Merger(path).merge()
-    assert (
-        list(read_metrics(path, "eval")) == [(1, "eval"), (2, "eval")]
-        and read_metrics(path, "x") == read_metrics(tmp_path / "no") == {}
-    )
-    size = path.stat().st_size
-    assert (
-        len(read_metrics(path, last_bytes=some)) == 1
-        and len(read_metrics(path, last_bytes=size)) == 4
-    )
+    assert list(read_metrics(path, "eval")) == [(1, "eval"), (2, "eval")]
+    assert read_metrics(path, "x") == read_metrics(tmp_path / "no") == {}
+    sizes = (some, path.stat().st_size)
+    assert [len(read_metrics(path, last_bytes=size)) for size in sizes] == [1, 4]
 
 
 def test_a_long_file_is_read_in_pieces(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ itself sees: test_sdk.py."""
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
 import shutil
@@ -168,11 +169,40 @@ class Client:
             else response.content
         )
 
+    async def session(self):
+        body = {"tags": [], "sdk_version": "0.38"}
+        return (await self.post("create_session", body))["session_id"]
+
+    async def base_session(self, session, number=0):
+        """A sampling session of the base model."""
+        base = {"session_id": session, "sampling_session_seq_id": number, "base_model": "meta/x"}
+        return (await self.post("create_sampling_session", base))["sampling_session_id"]
+
+    async def get(self, path):
+        return (await self.http.get(f"/api/v1/{path}")).json()
+
     async def result(self, promise):
         return await self.post("retrieve_future", {"request_id": promise["request_id"]})
 
     async def call(self, path, body):
         return await self.result(await self.post(path, body))
+
+
+def with_client(test):
+    """A test of a client of a new server."""
+
+    def run(tmp_path, **arguments):
+        async def scenario():
+            async with Client(tmp_path) as client:
+                await test(client, **arguments)
+
+        asyncio.run(scenario())
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    parameters = [*inspect.signature(test).parameters.values()]
+    first = inspect.Parameter("tmp_path", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    run.__signature__ = inspect.Signature([first, *parameters[1:]])
+    return run
 
 
 def forward_backward(model_id, number, loss="cross_entropy", **inputs):
@@ -193,9 +223,7 @@ def forward_backward(model_id, number, loss="cross_entropy", **inputs):
 
 
 async def new_model(client, number=0, rank=4):
-    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
-        "session_id"
-    ]
+    session = await client.session()
     made = {
         "session_id": session,
         "model_seq_id": number,
@@ -237,11 +265,11 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
             saved = await client.call("save_weights", {"model_id": model, "seq_id": 3, "path": "a"})
             assert saved["path"] == f"tinker://{model}/weights/a"
             await client.post("forward_backward", forward_backward(model, 4))
-            listed = (await client.http.get("/api/v1/checkpoints?limit=5")).json()
+            listed = await client.get("checkpoints?limit=5")
             assert [one["tinker_path"] for one in listed["checkpoints"]] == [
                 saved["path"]
             ] and listed["cursor"]["total_count"] == 1
-            run = (await client.http.get(f"/api/v1/training_runs/{model}")).json()
+            run = await client.get(f"training_runs/{model}")
             assert run["lora_rank"] == 4 and run["last_checkpoint"]["checkpoint_id"] == "weights/a"
             named = f"/api/v1/training_runs/{model}/checkpoints/weights"
             assert (
@@ -372,48 +400,38 @@ def step_of(model, number):
     return {"model_id": model, "seq_id": number, "adam_params": {}}
 
 
-def test_names_are_told_apart_and_stay_in_their_folder(tmp_path):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            for number, name in enumerate(("epoch-0.5", "epoch-0.25"), 1):
-                await client.call("optim_step", step_of(model, 3 * number - 2))
-                for offset, kind in enumerate(("save_weights", "save_weights_for_sampler")):
-                    await client.call(
-                        kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name}
-                    )
-            storage = client.sampling.storage
-            saved = [
-                storage.find(f"tinker://{model}/sampler_weights/{name}")[1]
-                for name in ("epoch-0.5", "epoch-0.25")
-            ]
-            assert [one.policy_version for one in saved] == [1, 2] and len(
-                storage.all_saved(model)
-            ) == 4
-            for number, name in enumerate((".", "..", "\u4e00", ".hidden"), 7):
-                answer = await client.call(
-                    "save_weights", {"model_id": model, "seq_id": number, "path": name}
-                )
-                assert answer["category"] == "user"
-
-    asyncio.run(scenario())
+@with_client
+async def test_names_are_told_apart_and_stay_in_their_folder(client):
+    model = await new_model(client)
+    for number, name in enumerate(("epoch-0.5", "epoch-0.25"), 1):
+        await client.call("optim_step", step_of(model, 3 * number - 2))
+        for offset, kind in enumerate(("save_weights", "save_weights_for_sampler")):
+            await client.call(
+                kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name}
+            )
+    storage = client.sampling.storage
+    saved = [
+        storage.find(f"tinker://{model}/sampler_weights/{name}")[1]
+        for name in ("epoch-0.5", "epoch-0.25")
+    ]
+    assert [one.policy_version for one in saved] == [1, 2] and len(storage.all_saved(model)) == 4
+    for number, name in enumerate((".", "..", "\u4e00", ".hidden"), 7):
+        answer = await client.call(
+            "save_weights", {"model_id": model, "seq_id": number, "path": name}
+        )
+        assert answer["category"] == "user"
 
 
-def test_openai_requests_name_what_there_is(tmp_path):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            for name, status in (
-                ("typo:train:0", 404),
-                (model, 400),
-                (f"tinker://{model}/sampler_weights/a", 400),
-            ):
-                answer = await client.http.post(
-                    "/v1/completions", json={"model": name, "prompt": "a"}
-                )
-                assert answer.status_code == status, "the base model answered"
-
-    asyncio.run(scenario())
+@with_client
+async def test_openai_requests_name_what_there_is(client):
+    model = await new_model(client)
+    for name, status in (
+        ("typo:train:0", 404),
+        (model, 400),
+        (f"tinker://{model}/sampler_weights/a", 400),
+    ):
+        answer = await client.http.post("/v1/completions", json={"model": name, "prompt": "a"})
+        assert answer.status_code == status, "the base model answered"
 
 
 def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_ends_nothing(
@@ -423,13 +441,7 @@ def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_en
 
     async def scenario():
         async with Client(tmp_path) as client:
-            model = await new_model(client)
-            base = {
-                "session_id": model.partition(":")[0],
-                "sampling_session_seq_id": 0,
-                "base_model": "meta/x",
-            }
-            session_id = (await client.post("create_sampling_session", base))["sampling_session_id"]
+            session_id = await client.base_session(await client.session())
             session, full = client.sampling.find(session_id), True
             written = session.log.answer
 
@@ -441,14 +453,7 @@ def test_an_answer_that_could_not_be_written_is_made_again_and_half_a_session_en
                 written(one)
 
             session.log.answer = answer
-            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-            sample = {
-                "prompt": prompt,
-                "sampling_params": {"max_tokens": 4},
-                "sampling_session_id": session_id,
-                "seq_id": 0,
-            }
-            promise = await client.post("asample", sample)
+            promise = await client.post("asample", sample_of(session_id, 0))
             await client.post("retrieve_future", {"request_id": promise["request_id"]}, 408)
             assert await client.result(promise) and not session.tasks
             client.sampling.storage.sampling_log("s:sample:1").touch()  # as a kill leaves it
@@ -466,72 +471,44 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
     async def scenario():
         async with Client(tmp_path) as client:
             model = await new_model(client)
-            session = model.partition(":")[0]
             targets = []
             for number in (1, 2):
-                await client.post(
-                    "optim_step", {"model_id": model, "seq_id": 2 * number - 1, "adam_params": {}}
-                )
+                await client.post("optim_step", step_of(model, 2 * number - 1))
                 save = {"model_id": model, "seq_id": 2 * number, "sampling_session_seq_id": number}
-                targets.append(
-                    (await client.call("save_weights_for_sampler", save))["sampling_session_id"]
-                )
-            base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
-            targets.append(
-                (await client.post("create_sampling_session", base))["sampling_session_id"]
-            )
-            sample = {
-                "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
-                "sampling_params": {"max_tokens": 4},
-                "num_samples": 3,
-            }
+                saved = await client.call("save_weights_for_sampler", save)
+                targets.append(saved["sampling_session_id"])
+            targets.append(await client.base_session(model.partition(":")[0]))
             promises = [
-                await client.post(
-                    "asample", {**sample, "sampling_session_id": target, "seq_id": number}
-                )
+                await client.post("asample", sample_of(target, number, num_samples=3))
                 for number in range(2)
                 for target in targets
             ]
             assert len(promises[0]["sample_sequence_ids"]) == 3
             for promise in promises:
                 answer = MESSAGE["SampleResponse"].FromString(await client.result(promise))
-                assert [
-                    np.frombuffer(one.tokens, np.int32).tolist() for one in answer.sequences
-                ] == [[7, 8]] * 3
+                tokens = [np.frombuffer(each.tokens, np.int32) for each in answer.sequences]
+                assert np.array_equal(tokens, [[7, 8]] * 3)
             assert {*client.servers.loads} == {0, 1, 2}
             client.servers.loads.clear()
             client.servers.held = 0  # started again
             client.sampling.turns.held = client.sampling.find(targets[1]).target
-            await client.call("asample", {**sample, "sampling_session_id": targets[1], "seq_id": 5})
+            await client.call("asample", sample_of(targets[1], 5))
             assert client.servers.loads == [2]
-            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-            scored = {
-                **sample,
-                "prompt": prompt,
-                "sampling_session_id": targets[1],
-                "prompt_logprobs": True,
-            }
+            scored = {"tokens": [1, 2, 3], "prompt_logprobs": True}
             for number, last, expected in (
-                (6, None, [None, -2.0, -3.0]),
-                (7, 1, [None, None, -3.0]),
+                (6, None, [np.nan, -2.0, -3.0]),
+                (7, 1, [np.nan, np.nan, -3.0]),
             ):
-                asked = {**scored, "seq_id": number, "prompt_logprobs_last_n": last}
+                asked = sample_of(targets[1], number, prompt_logprobs_last_n=last, **scored)
                 answer = MESSAGE["SampleResponse"].FromString(await client.call("asample", asked))
-                assert np.array_equal(
-                    np.frombuffer(answer.prompt_logprobs, np.float32),
-                    np.array(expected, np.float32),
-                    equal_nan=True,
-                )
-            await client.post("asample", {**scored, "seq_id": 8, "prompt_logprobs_last_n": 3}, 400)
+                logprobs = np.frombuffer(answer.prompt_logprobs, np.float32)
+                assert np.array_equal(logprobs, np.float32(expected), equal_nan=True)
+            wrong = sample_of(targets[1], 8, prompt_logprobs_last_n=3, **scored)
+            await client.post("asample", wrong, 400)
         async with Client(tmp_path) as client:
-            repeated = await client.post(
-                "asample", {**sample, "sampling_session_id": targets[0], "seq_id": 0}
-            )
-            assert (
-                repeated == promises[0]
-                and await client.result(repeated)
-                and not client.servers.loads
-            )
+            repeated = await client.post("asample", sample_of(targets[0], 0, num_samples=3))
+            assert repeated == promises[0] and await client.result(repeated)
+            assert not client.servers.loads
             await client.post("retrieve_future", {"request_id": "s:sample:9/1"}, 410)
 
     asyncio.run(scenario())
@@ -540,127 +517,97 @@ def test_sessions_sample_their_own_versions_and_the_base(tmp_path):
 def test_after_a_restart_a_request_is_sampled_again_once_its_client_asks_for_it(tmp_path):
     """All that had no answer were sampled at once, for clients who may be gone."""
 
-    async def first():
+    async def scenario():
         async with Client(tmp_path) as client:
-            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
-                "session_id"
-            ]
-            base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
-            session_id = (await client.post("create_sampling_session", base))["sampling_session_id"]
-            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+            session_id = await client.base_session(await client.session())
             client.servers.generate = lambda *_: asyncio.Event().wait()
-            sample = {
-                "prompt": prompt,
-                "sampling_params": {},
-                "sampling_session_id": session_id,
-                "seq_id": 0,
-            }
-            promise = await client.post("asample", sample)
+            promise = await client.post("asample", sample_of(session_id, 0))
             assert client.sampling.waiting == 1
-            return promise
-
-    async def again(promise):
         async with Client(tmp_path) as client:
             assert client.sampling.waiting == 0
             answer = MESSAGE["SampleResponse"].FromString(await client.result(promise))
             assert len(answer.sequences) == 1 and client.sampling.waiting == 0
 
-    asyncio.run(again(asyncio.run(first())))
-
-
-def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(
-    tmp_path, monkeypatch
-):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            await client.post("forward_backward", forward_backward(model, 1))
-            await client.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
-            saved = await client.call(
-                "save_weights_external",
-                {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200},
-            )
-            assert saved["path"] == f"tinker://{model}/external_weights/e"
-            await client.post("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {}})
-            again = await client.call(
-                "save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"}
-            )
-            assert "exists: choose another name" in again["error"]
-            named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
-            (listed,) = (await client.http.get("/api/v1/checkpoints")).json()["checkpoints"]
-            assert listed["checkpoint_type"] == "external" and listed["expires_at"]
-            urls = (await client.http.get(f"{named}/external_weights_urls")).json()["urls"]
-            (url,) = urls.values()
-            assert [*urls] == ["adapter_model.safetensors"]
-            key = client.http.headers.pop("x-api-key")
-            assert (await client.http.get(url)).content == b"\x01"
-            assert (await client.http.get(f"{url}0")).status_code == 401
-            assert (await client.http.get(url.replace("adapter_model", "other"))).status_code == 401
-            assert (await client.http.get(url.split("?")[0])).status_code == 401
-            with monkeypatch.context() as later:
-                now = time.time()
-                later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
-                assert (await client.http.get(url)).status_code == 401
-            client.http.headers["x-api-key"] = key
-            path = {
-                "session_id": model.partition(":")[0],
-                "sampling_session_seq_id": 0,
-                "model_path": saved["path"],
-            }
-            assert (
-                "cannot be sampled"
-                in (await client.post("create_sampling_session", path, 400))["detail"]
-            )
-            assert (await client.http.delete(named)).status_code == 200
-            assert (await client.http.get(url)).status_code == 404
-
     asyncio.run(scenario())
 
 
-def test_a_server_of_many_models_opens_the_files_of_few(tmp_path, monkeypatch):
+@with_client
+async def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_opens(
+    client, monkeypatch
+):
+    model = await new_model(client)
+    await client.post("forward_backward", forward_backward(model, 1))
+    await client.post("optim_step", step_of(model, 2))
+    saved = await client.call(
+        "save_weights_external",
+        {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200},
+    )
+    assert saved["path"] == f"tinker://{model}/external_weights/e"
+    await client.post("optim_step", step_of(model, 4))
+    again = await client.call(
+        "save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"}
+    )
+    assert "exists: choose another name" in again["error"]
+    named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
+    (listed,) = (await client.get("checkpoints"))["checkpoints"]
+    assert listed["checkpoint_type"] == "external" and listed["expires_at"]
+    urls = (await client.http.get(f"{named}/external_weights_urls")).json()["urls"]
+    (url,) = urls.values()
+    assert [*urls] == ["adapter_model.safetensors"]
+    key = client.http.headers.pop("x-api-key")
+    assert (await client.http.get(url)).content == b"\x01"
+    assert (await client.http.get(f"{url}0")).status_code == 401
+    assert (await client.http.get(url.replace("adapter_model", "other"))).status_code == 401
+    assert (await client.http.get(url.split("?")[0])).status_code == 401
+    with monkeypatch.context() as later:
+        now = time.time()
+        later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
+        assert (await client.http.get(url)).status_code == 401
+    client.http.headers["x-api-key"] = key
+    path = {
+        "session_id": model.partition(":")[0],
+        "sampling_session_seq_id": 0,
+        "model_path": saved["path"],
+    }
+    assert (
+        "cannot be sampled" in (await client.post("create_sampling_session", path, 400))["detail"]
+    )
+    assert (await client.http.delete(named)).status_code == 200
+    assert (await client.http.get(url)).status_code == 404
+
+
+def test_a_server_of_many_models_reads_the_logs_that_are_asked_for(tmp_path, monkeypatch):
     """It read every log at its start, and kept it open."""
     opened = []
 
-    def open_files():
-        return len(os.listdir("/proc/self/fd"))
-
-    async def first():
+    async def scenario():
         async with Client(tmp_path) as client:
-            start = open_files()
-            models = [await new_model(client, number % 3) for number in range(40)]
+            models = [await new_model(client, number % 3) for number in range(8)]
             for model in models:
-                await client.call("forward_backward", forward_backward(model, 1))
-                await client.call("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
-            assert open_files() - start < 40
-            await client.training.models[models[7]].log.add(
-                ClientCall(3, "forward_backward", forward_backward(models[7], 3))
-            )
-            return models
-
-    async def again(models):
+                await client.call("optim_step", step_of(model, 1))
+            log = client.training.models[models[7]].log
+            await log.add(ClientCall(2, "optim_step", json.dumps(step_of(models[7], 2)).encode()))
         monkeypatch.setattr(
             "rl.tinker.training.CallLog", lambda path: opened.append(path) or CallLog(path)
         )
         async with Client(tmp_path) as client:
-            start = open_files()
-            listed = [
-                (await client.http.get(f"/api/v1/training_runs?limit=25&offset={offset}")).json()
-                for offset in (0, 25)
-            ]
-            runs = [run for part in listed for run in part["training_runs"]]
-            assert {run["training_run_id"]: run["lora_rank"] for run in runs} == dict.fromkeys(
-                models, 4
-            ) and len(runs) == 40
-            assert listed[0]["cursor"]["total_count"] == 40
+            start = len(os.listdir("/proc/self/fd"))
+            listed = [await client.get(f"training_runs?limit=5&offset={at}") for at in (0, 5)]
+            runs = {
+                run["training_run_id"]: run["lora_rank"]
+                for of in listed
+                for run in of["training_runs"]
+            }
+            assert runs == dict.fromkeys(models, 4) and listed[0]["cursor"]["total_count"] == 8
             assert opened == [] and client.learner.done == []
             # without an answer since the restart: executed when its client asks for it
-            assert await client.result({"request_id": f"{models[7]}/3"})
+            assert await client.result({"request_id": f"{models[7]}/2"})
             assert len(opened) == 1
             for model in models:
                 assert await client.result({"request_id": f"{model}/1"})
-            assert len(opened) == 40 and open_files() - start < 20
+            assert len(opened) == 8 and len(os.listdir("/proc/self/fd")) < start + 4
 
-    asyncio.run(again(asyncio.run(first())))
+    asyncio.run(scenario())
 
 
 def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
@@ -692,12 +639,15 @@ def test_a_damaged_log_of_a_model_stops_that_model_alone(tmp_path):
     asyncio.run(again(*asyncio.run(first())))
 
 
-async def base_session(client):
-    session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
-        "session_id"
-    ]
-    base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "meta/x"}
-    return (await client.post("create_sampling_session", base))["sampling_session_id"]
+def sample_of(session_id, number, tokens=(1, 2), params=None, **fields):
+    """A request for samples."""
+    return {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+        "sampling_params": {"max_tokens": 4} if params is None else params,
+        "sampling_session_id": session_id,
+        "seq_id": number,
+        **fields,
+    }
 
 
 @pytest.mark.parametrize(
@@ -710,90 +660,69 @@ async def base_session(client):
     ],
     ids=["empty", "vocabulary", "long", "stable_reinforce"],
 )
-def test_a_sample_that_is_refused_says_what_is_wrong(tmp_path, tokens, more, says):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
-            sample = {
-                "prompt": prompt,
-                "sampling_params": {},
-                "sampling_session_id": await base_session(client),
-                "seq_id": 0,
-                **more,
-            }
-            assert says in (await client.post("asample", sample, 400))["detail"]
-
-    asyncio.run(scenario())
+@with_client
+async def test_a_sample_that_is_refused_says_what_is_wrong(client, tokens, more, says):
+    session_id = await client.base_session(await client.session())
+    sample = sample_of(session_id, 0, tokens, {}, **more)
+    assert says in (await client.post("asample", sample, 400))["detail"]
 
 
 @pytest.mark.parametrize(
     ("asked", "sent"), [({}, 8), ({"max_tokens": 20}, 20), ({"max_tokens": 99}, 62)]
 )
-def test_an_answer_without_max_tokens_has_a_bound(tmp_path, monkeypatch, asked, sent):
+@with_client
+async def test_an_answer_without_max_tokens_has_a_bound(client, monkeypatch, asked, sent):
     """It went on to the end of the context, for minutes."""
     for room in ("sampling", "openai"):
         monkeypatch.setattr(f"rl.tinker.{room}.DEFAULT_TOKENS", 8)
+    limits, generate = [], client.servers.generate
 
-    async def scenario():
-        async with Client(tmp_path) as client:
-            limits, generate = [], client.servers.generate
+    async def noting(session, token_ids, sampling):
+        limits.append(sampling["max_tokens"])
+        return await generate(session, token_ids, sampling)
 
-            async def noting(session, token_ids, sampling):
-                limits.append(sampling["max_tokens"])
-                return await generate(session, token_ids, sampling)
-
-            async def send(method, url, path, body=None):
-                if method == "POST":
-                    limits.append(body["max_tokens"])
-                return 200, json.dumps(
-                    {
-                        "policy_version": client.servers.held,
-                        "model": "tiny",
-                        "engine": "",
-                        "choices": [],
-                    }
-                ).encode()
-
-            client.servers.generate, client.servers.send = noting, send
-            prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-            sample = {
-                "prompt": prompt,
-                "sampling_params": asked,
-                "sampling_session_id": await base_session(client),
-                "seq_id": 0,
+    async def send(method, url, path, body=None):
+        if method == "POST":
+            limits.append(body["max_tokens"])
+        return 200, json.dumps(
+            {
+                "policy_version": client.servers.held,
+                "model": "tiny",
+                "engine": "",
+                "choices": [],
             }
-            await client.call("asample", sample)
-            assert limits == [sent]
-            if sent < 62:
-                answer = await client.http.post(
-                    "/v1/chat/completions", json={"model": "meta/x", "messages": [], **asked}
-                )
-                assert answer.status_code == 200 and limits == [sent, sent]
+        ).encode()
 
-    asyncio.run(scenario())
+    client.servers.generate, client.servers.send = noting, send
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    sample = {
+        "prompt": prompt,
+        "sampling_params": asked,
+        "sampling_session_id": await client.base_session(await client.session()),
+        "seq_id": 0,
+    }
+    await client.call("asample", sample)
+    assert limits == [sent]
+    if sent < 62:
+        answer = await client.http.post(
+            "/v1/chat/completions", json={"model": "meta/x", "messages": [], **asked}
+        )
+        assert answer.status_code == 200 and limits == [sent, sent]
 
 
-def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(tmp_path):
+@with_client
+async def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(client):
     """It looks for it by the name that get_info and samplers give; recipes compare that of runs
     and weights with theirs."""
-
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            info = await client.post("get_info", {"model_id": model})
-            assert (
-                info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
-                and info["model_name"] == "meta/x"
-            )
-            session = await base_session(client)
-            assert (await client.http.get(f"/api/v1/samplers/{session}")).json()[
-                "base_model"
-            ] == "tiny"
-            assert (await client.http.get(f"/api/v1/training_runs/{model}")).json()[
-                "base_model"
-            ] == "meta/x"
-
-    asyncio.run(scenario())
+    model = await new_model(client)
+    info = await client.post("get_info", {"model_id": model})
+    assert (
+        info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
+        and info["model_name"] == "meta/x"
+    )
+    session = await client.base_session(await client.session())
+    assert (await client.get(f"samplers/{session}"))["base_model"] == "tiny"
+    assert (await client.get(f"training_runs/{model}"))["base_model"] == "meta/x"
 
 
 NO_TEXT, DEEP = (
@@ -806,38 +735,25 @@ NO_TEXT, DEEP = (
 @pytest.mark.parametrize(
     "body", [b"{}", b"[", b"[]", b'{"model_id": 1, "tinker_path": 1}', NO_TEXT, DEEP]
 )
-def test_a_body_that_is_no_request_is_refused_as_such(tmp_path, path, body):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            answer = await client.http.post(f"/{path}", content=body)
-            assert answer.status_code == 400 and "detail" in answer.json()
-            assert (await client.http.get("/api/v1/sessions?limit=x")).status_code == 400
-
-    asyncio.run(scenario())
+@with_client
+async def test_a_body_that_is_no_request_is_refused_as_such(client, path, body):
+    answer = await client.http.post(f"/{path}", content=body)
+    assert answer.status_code == 400 and "detail" in answer.json()
+    assert (await client.http.get("/api/v1/sessions?limit=x")).status_code == 400
 
 
 @pytest.mark.parametrize("key", ["sampling_session_id", "policy_version", "type"])
-def test_words_of_a_client_that_look_like_ours_change_no_answer(tmp_path, key):
+@with_client
+async def test_words_of_a_client_that_look_like_ours_change_no_answer(client, key):
     """`user_metadata` comes back in the answer to create_model, which was searched for our
     names."""
-
-    async def scenario():
-        async with Client(tmp_path) as client:
-            session = (await client.post("create_session", {"tags": [], "sdk_version": "0.38"}))[
-                "session_id"
-            ]
-            new = {"session_id": session, "base_model": "meta/x", "lora_config": {"rank": 4}}
-            for number, metadata in enumerate(
-                ({key: "x"}, {"x": key}, {key: "save_weights_for_sampler"})
-            ):
-                answer = await client.call(
-                    "create_model", {**new, "model_seq_id": number, "user_metadata": metadata}
-                )
-                assert (
-                    answer["type"] == "create_model" and answer["made"]["user_metadata"] == metadata
-                )
-
-    asyncio.run(scenario())
+    session = await client.session()
+    new = {"session_id": session, "base_model": "meta/x", "lora_config": {"rank": 4}}
+    for number, metadata in enumerate(({key: "x"}, {"x": key}, {key: "save_weights_for_sampler"})):
+        answer = await client.call(
+            "create_model", {**new, "model_seq_id": number, "user_metadata": metadata}
+        )
+        assert answer["type"] == "create_model" and answer["made"]["user_metadata"] == metadata
 
 
 @pytest.mark.parametrize("ticks", range(8))
@@ -899,53 +815,47 @@ BAD = {
 }
 
 
-def test_what_is_wrong_fails_alone_and_says_why(tmp_path):
-    async def scenario():
-        async with Client(tmp_path) as client:
-            model = await new_model(client)
-            for number, (name, (loss, inputs, said)) in enumerate(BAD.items(), 1):
-                answer = await client.call(
-                    "forward_backward", forward_backward(model, number, *loss, **inputs)
-                )
-                assert answer["category"] == "user" and said in answer["error"], name
-            for offset, (key, value) in enumerate(
-                (("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))
-            ):
-                body = (
-                    f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": '
-                    f'{{"{key}": {value}}}}}'.encode()
-                )
-                assert (await client.call("optim_step", body))["category"] == "user"
-            external = {
-                "model_id": model,
-                "seq_id": len(BAD) + 4,
-                "path": "e",
-                "age_encryption_recipients": ["age1"],
-            }
-            assert (
-                "does not encrypt"
-                in (await client.call("save_weights_external", external))["error"]
-            )
-            assert client.learner.done == [("create", 4)]
-            assert await new_model(client, rank=9) is None
-            other = {
-                "session_id": model.partition(":")[0],
-                "model_seq_id": 5,
-                "base_model": "no/such",
-                "lora_config": {},
-            }
-            assert "--serve.alias no/such" in (await client.call("create_model", other))["error"]
-            await client.post("optim_step", {"model_id": "x:train:0", "seq_id": 1}, 404)
-            await client.post("create_model", {**other, "session_id": "nobody"}, 404)
-            path = {
-                "session_id": "s",
-                "sampling_session_seq_id": 0,
-                "model_path": "tinker://x:train:0/sampler_weights/a",
-            }
-            await client.post("create_sampling_session", path, 400)
-            await client.post("create_session", b"[", 400)
-            await client.post("copy_weights", {}, 403)
-            client.http.headers["x-api-key"] = "tml-wrong"
-            await client.post("create_session", {}, 401)
-
-    asyncio.run(scenario())
+@with_client
+async def test_what_is_wrong_fails_alone_and_says_why(client):
+    model = await new_model(client)
+    for number, (name, (loss, inputs, said)) in enumerate(BAD.items(), 1):
+        answer = await client.call(
+            "forward_backward", forward_backward(model, number, *loss, **inputs)
+        )
+        assert answer["category"] == "user" and said in answer["error"], name
+    for offset, (key, value) in enumerate(
+        (("learning_rate", "NaN"), ("beta1", "1.5"), ("eps", "0.0"))
+    ):
+        body = (
+            f'{{"model_id": "{model}", "seq_id": {len(BAD) + 1 + offset}, "adam_params": '
+            f'{{"{key}": {value}}}}}'.encode()
+        )
+        assert (await client.call("optim_step", body))["category"] == "user"
+    external = {
+        "model_id": model,
+        "seq_id": len(BAD) + 4,
+        "path": "e",
+        "age_encryption_recipients": ["age1"],
+    }
+    assert "does not encrypt" in (await client.call("save_weights_external", external))["error"]
+    assert client.learner.done == [("create", 4)]
+    assert await new_model(client, rank=9) is None
+    other = {
+        "session_id": model.partition(":")[0],
+        "model_seq_id": 5,
+        "base_model": "no/such",
+        "lora_config": {},
+    }
+    assert "--serve.alias no/such" in (await client.call("create_model", other))["error"]
+    await client.post("optim_step", {"model_id": "x:train:0", "seq_id": 1}, 404)
+    await client.post("create_model", {**other, "session_id": "nobody"}, 404)
+    path = {
+        "session_id": "s",
+        "sampling_session_seq_id": 0,
+        "model_path": "tinker://x:train:0/sampler_weights/a",
+    }
+    await client.post("create_sampling_session", path, 400)
+    await client.post("create_session", b"[", 400)
+    await client.post("copy_weights", {}, 403)
+    client.http.headers["x-api-key"] = "tml-wrong"
+    await client.post("create_session", {}, 401)

@@ -29,8 +29,7 @@ from rl.trainer.adapters.learner import loss_settings
 from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function
 from rl.wire.inference_client import read
-from rl.wire.inference_requests import GenerateRequest, Sampling
-from rl.wire.messages import TrainBatch, VersionSpan
+from rl.wire.messages import GenerateRequest, Sampling, TrainBatch, VersionSpan
 from rl.wire.turns import Turn, pack_ids, pack_logprobs
 from tests.tinker.in_process import NAME, Service
 from tests.trainer.samples import make_batch, make_sample

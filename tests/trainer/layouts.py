@@ -34,8 +34,7 @@ from rl.trainer.parallel import world as world_module
 from rl.trainer.parallel.sharding import finish_gradients, is_whole, shard_model
 from rl.trainer.parallel.world import World, check_nodes, start_world
 from rl.trainer.store import checkpoint
-from rl.trainer.train import train_step
-from rl.trainer.trainer import TrainContext
+from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch, VersionSpan
 from tests.trainer.samples import make_batch, make_sample, save_checkpoint
 from tests.wire.samples import aligned, changed

@@ -11,8 +11,7 @@ from rl.run_dir.metrics import read_metrics
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.train import train_step
-from rl.trainer.trainer import TrainContext
+from rl.trainer.train import TrainContext, train_step
 from tests.orchestrator.test_orchestrator import lines, play
 from tests.trainer.samples import pack_alone, sample_weights
 

@@ -12,7 +12,6 @@ import pytest
 
 from rl.launch.children import Children
 from rl.records.run import Run
-from rl.run_dir.events import Event, append_event
 from rl.run_dir.nodes import Nodes, NodeStatus
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
@@ -23,7 +22,7 @@ from rl.view.export import add_tasks, write_page
 from rl.view.library import Library
 from rl.view.main import main as view
 from rl.view.redaction import Redaction
-from tests.records.made import group, make_run, write_step
+from tests.records.made import group, make_run, note, write_step
 from tests.view.made import make_runs
 
 
@@ -33,28 +32,20 @@ def place(tmp_path_factory) -> Path:
 
 
 def test_a_page_keeps_its_size_and_says_what_is_left_out(place, tmp_path):
-    library, whole, part = (
-        Library([place / "first"]),
-        tmp_path / "whole.html",
-        tmp_path / "part.html",
-    )
+    library = Library([place / "first"])
+    whole, part = tmp_path / "whole.html", tmp_path / "part.html"
     assert len(write_page(library, whole, 20 << 20)) == 1
-    said = write_page(library, part, 500_000)
+    _, left_out = write_page(library, part, 500_000)
     assert part.stat().st_size < 600_000 < whole.stat().st_size
-    kept = int(
-        re.match(r"(\d+) of 30 rollouts are in this file, the newest steps first", said[1])[1]
-    )
-    content = recorded(part)
-    assert 6 <= kept < 30 and len(content["rollouts"]) == kept and content["left_out"] == said[1]
+    said = r"(\d+) of 30 rollouts are in this file, the newest steps first"
+    kept, content = int(re.match(said, left_out)[1]), recorded(part)
+    assert 6 <= kept < 30 and len(content["rollouts"]) == kept
+    assert (content["left_out"], content["tasks_left_out"]) == (left_out, "")
     assert {"40/0", "40/1", "42/1"} <= content["rollouts"].keys()
     versions = content["task"]["train"]["sums/7"]["versions"]
-    assert [(one["version"], one["mean"], one["count"]) for one in versions] == [
-        (version, 0.5, 2) for version in range(4)
-    ]
-    assert (
-        content["tasks_left_out"] == ""
-        and len(content["tasks"]["train"]) == len(content["task"]["train"]) == 4
-    )
+    means = [(each["version"], each["mean"], each["count"]) for each in versions]
+    assert means == [(version, 0.5, 2) for version in range(4)]
+    assert len(content["tasks"]["train"]) == len(content["task"]["train"]) == 4
     with pytest.raises(RunError, match="curves and logs alone take"):
         write_page(library, part, 1000)
 
@@ -72,18 +63,16 @@ def test_a_machine_without_a_name_or_a_home_of_its_own_changes_nothing(
 
 def test_tasks_that_have_no_room_are_counted(place):
     run = Library([place / "first"]).run("first")
-    rows, content = tasks.ordered(run, "train"), {"tasks": {}, "task": {}}
-    every = tasks.without_rollouts(run, "train")
-    first = len(msgspec.json.encode([rows[0], every[rows[0].env, rows[0].task]])) + len("sums")
-    used, said = add_tasks(content, run, 2 * first + 60)
-    assert (
-        first < used <= 2 * first + 60
-        and said
-        == "2 of 7 tasks are in this file, those that changed most; raise --max-mib for more"
+    rows = tasks.ordered(run, "train")
+    task = tasks.one_task(run, "train", "sums", rows[0].task, with_rollouts=False)
+    first = len(msgspec.json.encode([rows[0], task])) + len("sums")
+    content = {}
+    used, said = add_tasks(content, run, room := 2 * first + 60)
+    assert first < used <= room and said.startswith(
+        "2 of 7 tasks are in this file, those that changed most; raise --max-mib"
     )
-    assert content["tasks"]["train"] == tasks.with_prompts(run.rollouts("train"), rows[:1]) and [
-        *content["task"]["train"]
-    ] == [f"sums/{rows[0].task}"]
+    assert content["tasks"]["train"] == tasks.with_prompts(run.rollouts("train"), rows[:1])
+    assert [*content["task"]["train"]] == [f"sums/{rows[0].task}"]
     assert len(content["tasks"]["eval"]) == len(content["task"]["eval"]) == 1
 
 
@@ -95,11 +84,8 @@ def test_no_secret_is_in_it_and_no_text_ends_an_element(place, tmp_path, monkeyp
     assert (text.count("<script"), text.count("</script>")) == (2, 2)
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     (policy,) = re.findall(r'http-equiv="content-security-policy" content="([^"]*)"', text)
-    assert (
-        f"script-src {digest(script)};" in policy
-        and "unsafe" not in policy
-        and "connect-src" not in policy
-    )
+    assert f"script-src {digest(script)};" in policy
+    assert "unsafe" not in policy and "connect-src" not in policy
 
 
 def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
@@ -109,36 +95,20 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
     run_dir = RunDir(make_runs(output_dir) / "first", output_dir / "first" / "weights")
     elsewhere = (
         f"{output_dir}/first/a.py {home}/b.py /scratch/bob/env/c.py on lab-pc, c23 and node17, "
-        "see https://example.org/a/b/c, 3/4/5"
+        "see https://example.org/a/b/c, 3/4/5, file:///scratch/bob/d.py, "
+        "PATH=/opt/e:/scratch/bob/f http://[::1]:80/a/b"
     )
-    elsewhere += ", file:///scratch/bob/d.py, PATH=/opt/e:/scratch/bob/f http://[::1]:80/a/b"
     (run_dir.logs / "inference-node17-8000-1.log").write_text(f"{elsewhere}\n")
-    status = RoleStatus(
-        process="inference-node17-8000",
-        pid=1,
-        host="node17",
-        heartbeat=time.time(),
-        phase=Phase.SERVING,
+    name, now = "inference-node17-8000", time.time()
+    status = RoleStatus(process=name, pid=1, host="node17", heartbeat=now, phase=Phase.SERVING)
+    write_status(run_dir.status(name), status)
+    about = dict.fromkeys(("address", "software", "config", "place"), "")
+    about |= dict.fromkeys(("index", "ranks", "gpus"), 0) | dict.fromkeys(
+        ("port", "lease", "pid"), 1
     )
-    write_status(run_dir.status("inference-node17-8000"), status)
-    about = {
-        "address": "",
-        "port": 1,
-        "roles": [],
-        "ranks": 1,
-        "gpus": 0,
-        "software": "",
-        "config": "",
-        "lease": 1,
-        "pid": 1,
-        "place": "",
-    }
-    machine = NodeStatus(index=0, host="c23", started=0.0, heartbeat=0.0, **about)
+    machine = NodeStatus(host="c23", roles=[], started=0.0, heartbeat=0.0, **about)
     Nodes(run_dir).write(Nodes(run_dir).status_path(0), machine)
-    append_event(
-        run_dir.events,
-        Event(time=time.time(), event="death", process="trainer", step=3, reason=f"in {elsewhere}"),
-    )
+    note(run_dir, now, "death", "trainer", step=3, reason=f"in {elsewhere}")
     said = group(99, [0.0, 1.0], text=f"node17 is a word, /usr/lib/x.so a file, {home}/x is not")
     said.rollouts[0].error = f"OSError: {elsewhere}"
     write_step(run_dir, 5, [said])
@@ -153,15 +123,13 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
         )
         assert "3/4/5, file://.../d.py, PATH=.../e:.../f http://[::1]:80/a/b" in text
     content = recorded(tmp_path / "x.html")
-    assert "first/logs/trainer-1.log" in content["health"]["bottleneck"] + str(
-        content["health"]["findings"]
-    )
+    health = content["health"]
+    assert "first/logs/trainer-1.log" in health["bottleneck"] + str(health["findings"])
     assert content["logs"].keys() == {
-        one["name"] for one in content["health"]["processes"] if one["attempts"]
+        process["name"] for process in health["processes"] if process["attempts"]
     }
-    assert "node17 is a word, /usr/lib/x.so a file, ~/x is not" in str(
-        content["rollouts"]["99/1"]["messages"]
-    )
+    shown = str(content["rollouts"]["99/1"]["messages"])
+    assert "node17 is a word, /usr/lib/x.so a file, ~/x is not" in shown
 
 
 def recorded(path: Path) -> dict:
@@ -186,15 +154,13 @@ def test_a_timeline_for_perfetto(place, tmp_path, capsys, priority):
 
 def test_what_is_not_understood_names_the_remedy(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    first = str(place / "first")
     for args, words in (
         ([], "start one, or name a folder"),
         (["nothing"], "nothing: there is no such folder"),
         ([str(place), "--export", "x.html"], "give one run; there are 2: first, second"),
-        (
-            [str(place / "first"), "--export", str(place / "first" / "x.html")],
-            "outside the run's directory",
-        ),
-        ([str(place / "first"), "--export", "metrics.jsonl"], "ends in .html or .json"),
+        ([first, "--export", f"{first}/x.html"], "outside the run's directory"),
+        ([first, "--export", "metrics.jsonl"], "ends in .html or .json"),
         ([str(place), "--port", "99999"], "a port is a number from 1 to 65535"),
     ):
         with pytest.raises(RunError, match=words):

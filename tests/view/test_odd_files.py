@@ -1,7 +1,6 @@
 """Runs of which files are damaged, odd, or not to be read: each says so in its own row, and
 hides no other."""
 
-import json
 import os
 from pathlib import Path
 
@@ -50,22 +49,6 @@ def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
     assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(
         kind="columns"
     )["step"].max() == 6
-
-
-def test_metrics_without_end_are_bounded_and_said_to_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.run_dir.numbers.MOST_NAMES", 3)
-    files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    with files.metrics.open("a") as file:
-        file.writelines(
-            json.dumps({"step": 9, "source": "stranger", f"m{i}": i}) + "\n" for i in range(9)
-        )
-    names = [metric.name for metric in handlers.metrics(run=["x"]).metrics]
-    assert {"m0", "m1", "m2"} < {*names} and "m3" not in names
-    said = [finding.text for finding in handlers.health(run="x").findings]
-    assert any(
-        "has more than 10,000 metrics of the stranger; the others are shown nowhere" in text
-        for text in said
-    )
 
 
 def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):

@@ -7,14 +7,21 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
 from rl.run_dir.paths import RunDir
-from rl.run_dir.spans import Span, Start
+from rl.run_dir.spans import Span
 from rl.run_dir.token_log import write_token_log
-from tests.records.made import group, make_run, sample, write_samples, write_step
+from tests.records.made import (
+    clock,
+    group,
+    make_run,
+    sample,
+    write_lines,
+    write_samples,
+    write_step,
+)
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
 from tests.view.serving import serving
@@ -46,61 +53,44 @@ def place(tmp_path_factory, moment) -> Path:
 
 def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
     for step in range(1, STEPS + 1):
-        reward = {
-            "reward/mean": slope * step,
-            "reward/sums/exact": slope * step,
-            "reward/sums/format": 1 - slope * step,
-            "reward/sums/brief": 0.5,
-        }
-        lines = {
-            "orchestrator": reward | {"rollouts/finished": 8.0},
-            "trainer": {"loss/mean": 0.1, "time/step": 2.0},
-        }
-        with run_dir.metrics.open("a") as file:
-            for source, values in lines.items():
-                file.write(
-                    json.dumps(
-                        {"step": step, "time": moment - 70 + 8 * step, "source": source} | values
-                    )
-                    + "\n"
-                )
+        rewards = {"mean": slope * step, "sums/exact": slope * step, "sums/brief": 0.5}
+        rewards |= {"sums/format": 1 - slope * step}
+        for source, values in (
+            ("orchestrator", {f"reward/{name}": value for name, value in rewards.items()}),
+            ("orchestrator", {"rollouts/finished": 8.0}),
+            ("trainer", {"loss/mean": 0.1, "time/step": 2.0}),
+        ):
+            line = {"step": step, "time": moment - 70 + 8 * step, "source": source} | values
+            with run_dir.metrics.open("a") as file:
+                file.write(json.dumps(line) + "\n")
         word = "five" if step <= 12 else "four"
         groups = [
-            group(10 * step + i, [0.0, 1.0], task=task, version=step - 1, text=f"it is {word}")
-            for i, task in enumerate((TASK, step))
+            group(10 * step + i, rewards, task=task, version=step - 1, text=f"it is {word}")
+            for i, rewards, task in (
+                (0, [0.0, 1.0], TASK),
+                (1, [0.0, 1.0], step),
+                (9, [1.0, 1.0], 3),
+            )
         ]
-        write_step(
-            run_dir, step, [*groups, group(10 * step + 9, [1.0, 1.0], task=3, version=step - 1)]
-        )
+        write_step(run_dir, step, groups)
     write_samples(run_dir, 1, [sample(10, 1, tokens=TOKENS)])
     columns = {
         "trainer_logprobs": np.full(TOKENS, -0.5, np.float32),
         "entropies": np.zeros(TOKENS, np.float16),
     }
     write_token_log(run_dir.tokens(1), columns | {"flags": np.zeros(TOKENS, np.uint8)})
-    for folder in (run_dir.spans, run_dir.status_dir):
-        folder.mkdir()
-    waits = {
-        "trainer": [
-            ("fetch_batch", "prefetch", -60, 40),
-            ("forward_backward", "step", -60, -5),
-            ("wait_for_batch", "step", -5, 40),
-        ],
-        "orchestrator": [
-            ("waiting_for_version", "phase", -60, -5),
-            ("filling_batch", "phase", -5, 40),
-        ],
-        "inference": [("sampling", "requests", -60, -5), ("pause", "weights", -5, 30)],
-    }
-    for process, spans in waits.items():
-        lines = [Start(process=process, pid=1, host="h", place="", time=moment, monotonic=1000.0)]
-        lines += [
-            Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end)
-            for name, lane, begin, end in spans
-        ]
-        (run_dir.spans / f"{process}.jsonl").write_bytes(
-            b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-        )
+    run_dir.status_dir.mkdir()
+    for process, lane, name, begin, end in (
+        ("trainer", "prefetch", "fetch_batch", -60, 40),
+        ("trainer", "step", "forward_backward", -60, -5),
+        ("trainer", "step", "wait_for_batch", -5, 40),
+        ("orchestrator", "phase", "waiting_for_version", -60, -5),
+        ("orchestrator", "phase", "filling_batch", -5, 40),
+        ("inference", "requests", "sampling", -60, -5),
+        ("inference", "weights", "pause", -5, 30),
+    ):
+        span = Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end)
+        write_lines(run_dir.spans / f"{process}.jsonl", clock(process, moment, 1000.0), span)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from rl.system.children import PYTHON, STOP_DEADLINE_S, Child
 from rl.trainer.departure import GRACE
 
 
-class Agent:
+class RankAgent:
     """Starts the ranks of each new world that this machine belongs to, and ends them when it is
     over. Call `poll` twice a second."""
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from rl.cluster.agent import Agent
+from rl.cluster.agent import RankAgent
 from rl.cluster.identity import index_of, own_address
 from rl.cluster.lead import Leader, run_leader, with_open_hosts
 from rl.cluster.reach import Reach
@@ -148,7 +148,7 @@ class Node:
         self.signs, self.looked = Staleness(), 0.0
         """Signs of life of the leader, and the time (time.monotonic) of the last look at them."""
         self.reach = Reach(self.nodes, index)
-        self.agent: Agent | None = None
+        self.agent: RankAgent | None = None
         self.leader: Leader | None = None
         self.server: Keeper | None = None
         """Of a machine that serves, once its server was started."""
@@ -156,7 +156,7 @@ class Node:
             self.leader = Leader(config, index, children, self.environment)
             if not self.plan.is_one_machine:
                 lease = self.lease.number
-                self.agent = Agent(config, index, lease, self.share, children, self.environment)
+                self.agent = RankAgent(config, index, lease, self.share, children, self.environment)
 
     def fit(self, box: Machine) -> devices.Split:
         """Returns this machine's devices. If it cannot take part, its status says why, and

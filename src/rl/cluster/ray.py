@@ -55,7 +55,7 @@ MISSING = (
 )
 
 
-class Head:
+class RayHead:
     """Ray's head, as one machine sees it. Ray's own calls would wait for it."""
 
     def __init__(self, address: str):
@@ -75,7 +75,7 @@ class NodeActor:
 
     def __init__(self, arguments: list[str], logs: str, name: str, head: str, grace_s: float):
         self.arguments, self.logs, self.name, self.grace_s = arguments, Path(logs), name, grace_s
-        self.head, self.stopping = Head(head), threading.Event()
+        self.head, self.stopping = RayHead(head), threading.Event()
         self.process: Any = None
 
     def run(self, delay_s: float, variables: dict[str, str]) -> int:
@@ -200,7 +200,7 @@ class Driver:
     def __init__(self, ray: Any, config: RLConfig, run_dir: RunDir, program: Sequence[str]):
         self.ray, self.cluster = ray, cluster_of(config)
         self.run_dir, self.program = run_dir, program
-        self.head = Head(ray.get_runtime_context().gcs_address)
+        self.head = RayHead(ray.get_runtime_context().gcs_address)
         self.group: Any = None
         self.actors: list[Any] = []
         self.waiting: dict[Any, int] = {}

@@ -6,7 +6,6 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -65,11 +64,10 @@ continue.
 FIXED = {
     "model.name*": "the checkpoint holds the weights of that model; start a new run with the "
     "other model",
-    "model.dtype": "version {step} was published in that dtype and would be another policy in "
+    "model.dtype": "its version was published in that dtype and would be another policy in "
     "another one",
     "trainer.lora*": "the checkpoint holds the whole model, or adapters of one shape; start a "
-    "new run from "
-    "the exported model",
+    "new run from the exported model",
 }
 """Settings that a branch cannot change -> the reason."""
 TASKS = (
@@ -85,9 +83,14 @@ TASKS = (
     "difficulty*",
 )
 """Settings of an environment that decide which tasks it has, or how often each is played."""
-EXAMPLES = ("sft.*", "model.*", "renderer.*", "seed")
+EXAMPLES = dict.fromkeys(
+    ("sft.*", "model.*", "renderer.*", "seed"),
+    "decides the examples, their order or their batches, of which some are trained; start a new "
+    "run from the exported model",
+)
 """Settings of supervised fine-tuning that decide the examples, their order and their batches,
-and therefore which were already trained."""
+and therefore which were already trained -> the reason why a branch cannot change them."""
+NAMES = ("reinforcement learning", "supervised fine-tuning")
 HELD_OUT = ("sft.validation", "sft.validation_split")
 """Settings of supervised fine-tuning that decide only on what it is validated."""
 
@@ -117,32 +120,30 @@ def main(args: list[str], children: Children) -> int:
         )
     if config.run_dir.root.resolve() == root:
         fail("rl branch", f"{root.name} is the run itself; name the new run: --name NEW")
-    if stored.serve:
-        again = (
-            "client.create_training_client_from_state(PATH) makes a new model of a state that "
-            "its client has saved"
+    if stored.kind == "serve":
+        raise RunError(
+            f"{root} belongs to `rl serve`: client.create_training_client_from_state(PATH) makes a "
+            "new model of a state that its client has saved"
         )
-        raise RunError(f"{root} belongs to `rl serve`: {again}")
     parent = run_dir_of(root, stored)
     step = checkpoint_of(parent, version, [entry.label for entry in config.orchestrator.eval])
-    changed = [
-        change for change in changed_keys(stored, config) if change[0] not in ("name", "output_dir")
-    ] + edits(parent, config)
-    check_changes(stored, config, changed, step)
+    changes, refused = list[Change](), [unlike(stored, config, step)]
+    for key, old, new in [*changed_keys(stored, config), *edits(parent, config)]:
+        if key not in ("name", "output_dir"):
+            changes.append(Change(key, repr(old), repr(new)))
+            refused.append("" if moved(old, new) else refusal(changes[-1], stored, config))
+    if any(refused):
+        heading = f"a branch at step {step} cannot have these settings:"
+        raise RunError("\n".join([heading, *filter(None, refused)]))
     if "--dry-run" in flags:
         print(to_toml(config), end="")
         raise SystemExit(0)  # like the dry run of every command
-    changes = [Change(key, repr(old), repr(new)) for key, old, new in changed]
     if config.cluster is None:
         config = devices.implied_again(config, stored, machine())
         config = devices.write_into(config, devices.split(config, machine()))
-    make(
-        config,
-        parent,
-        BranchOrigin(str(root), step, round(time.time(), 3), changes),
-        clean="clean" in line.switches,
-    )
-    head = f"{config.run_dir.root}: branch of {root} at step {step}"
+    origin = BranchOrigin(str(root), step, round(time.time(), 3), changes)
+    make(config, parent, origin, clean="clean" in line.switches)
+    head = f"{config.run_dir.root}: {origin}"
     print(head, *changes, *filter(None, [new_rate(stored, config, step)]), sep="\n  ", flush=True)
     again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
     return start(config, CommandLine(resume=-1), children, again)
@@ -151,55 +152,41 @@ def main(args: list[str], children: Children) -> int:
 def checkpoint_of(parent: RunDir, version: str, evals: list[str]) -> int:
     """Returns the step of the checkpoint named after the @. Raises RunError if the run does not
     have it."""
-    there = numbered(parent.checkpoints)
-    step = version_number(parent.root, version, there, tuple(evals))
+    root, steps = parent.root, numbered(parent.checkpoints)
+    step = version_number(root, version, steps, tuple(evals))
     if step == 0:
-        what = (
-            f"{parent.root}@0: is the base model"
-            if version
-            else f"{parent.root}: has no checkpoint yet"
-        )
+        what = f"{root}@0: is the base model" if version else f"{root}: has no checkpoint yet"
         raise RunError(f"{what}; start a new run there instead: rl @ {parent.config} --name NEW")
-    if step not in there:
+    if step not in steps:
         raise RunError(
-            f"{parent.root}@{version}: there is no checkpoint of step {step}, only of "
-            f"{ranges(there)}. Which ones a run keeps is set by "
-            "trainer.checkpoint: interval, keep_last, keep_every"
+            f"{root}@{version}: there is no checkpoint of step {step}, only of {ranges(steps)}. "
+            "Which ones a run keeps is set by trainer.checkpoint: interval, keep_last, keep_every"
         )
     return step
 
 
-def check_changes(
-    stored: RLConfig, config: RLConfig, changed: list[tuple[str, Any, Any]], step: int
-) -> None:
-    """Raises RunError that lists every changed setting that a branch at this step cannot change."""
-    refused = []
-    why_examples = (
-        "decides the examples, their order or their batches, {step} of which are trained; start "
-        "a new run from the exported model"
-    )
-    fixed = FIXED | (dict.fromkeys(EXAMPLES, why_examples) if stored.sft and config.sft else {})
-    for key, old, new in changed:
-        why = next(
-            (text for pattern, text in fixed.items() if fnmatch.fnmatchcase(key, pattern)), ""
+def refusal(change: Change, stored: RLConfig, config: RLConfig) -> str:
+    """Returns why a branch cannot change a setting; empty if it can."""
+    is_sft = stored.kind == config.kind == "sft"
+    if change.key in (*HELD_OUT, "sft.validation_interval"):
+        return ""
+    for pattern, why in {**FIXED, **(EXAMPLES if is_sft else {})}.items():
+        if fnmatch.fnmatchcase(change.key, pattern):
+            return f"  {change}\n    {why}"
+    return ""
+
+
+def unlike(stored: RLConfig, config: RLConfig, step: int) -> str:
+    """Returns why a branch of another kind, or without steps, cannot be; empty if it can."""
+    was_sft, is_sft = stored.kind == "sft", config.kind == "sft"
+    if was_sft != is_sft:
+        return (
+            f"  {NAMES[was_sft]} -> {NAMES[is_sft]}\n    set model.name to the version instead: "
+            "its optimizer state belongs to the other loss"
         )
-        if why and key not in (*HELD_OUT, "sft.validation_interval") and not moved(old, new):
-            refused.append(f"  {key}: {old!r} -> {new!r}\n    {why.format(step=step)}")
-    if bool(stored.sft) != bool(config.sft):
-        kinds = ("supervised fine-tuning", "reinforcement learning")
-        before, after = kinds if stored.sft else reversed(kinds)
-        refused.append(
-            f"  {before} -> {after}\n    set model.name to the version instead: its "
-            "optimizer state belongs to the other loss"
-        )
-    elif config.max_steps <= step and not (config.sft and config.sft.epochs):
-        refused.append(
-            f"  max_steps = {config.max_steps}\n    is already reached at step {step}; raise it"
-        )
-    if refused:
-        raise RunError(
-            "\n".join([f"a branch at step {step} cannot have these settings:", *refused])
-        )
+    if config.max_steps > step or (config.sft and config.sft.epochs):
+        return ""
+    return f"  max_steps = {config.max_steps}\n    is already reached at step {step}; raise it"
 
 
 def make(config: RLConfig, parent: RunDir, origin: BranchOrigin, *, clean: bool) -> None:
@@ -217,11 +204,9 @@ def make(config: RLConfig, parent: RunDir, origin: BranchOrigin, *, clean: bool)
         link_tree(parent.checkpoint(step), new.checkpoint(step))
         if batch is not None:
             new.batches.mkdir()
-            if any(
-                fnmatch.fnmatchcase(change.key, f"orchestrator.environment.*.{key}")
-                for change in origin.changes
-                for key in TASKS
-            ):
+            prefix = "orchestrator.environment.*."
+            keys = [change.key for change in origin.changes]
+            if any(fnmatch.filter(keys, prefix + pattern) for pattern in TASKS):
                 write_with_new_tasks(new, step, batch)
             else:
                 link_tree(parent.batch(step), new.batch(step))

@@ -2,8 +2,8 @@
 and a table for people."""
 
 import json
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -22,44 +22,32 @@ from rl.orchestrator.evals.eval_metrics import (
 from rl.run_dir.files import write_file
 from rl.run_dir.metric_names import PASS
 from rl.system.errors import RunError
-from rl.system.terminal import say
+from rl.system.terminal import say, table, visible, with_error
 from rl.wire.rollouts import Split
 
 Part = dict[str, Any]
-WIDTH = 160
-"""Width of the table in columns if the output is not a terminal."""
 
 
 def eval_part(entry: EvalConfig, split: Split, sampling: dict[str, Any], results: Results) -> Part:
     """Returns the report of one policy on one evaluation. `examples` holds all that a later
     comparison needs."""
-    metrics, rows = (
-        eval_metrics(entry.label, results),
-        Path(entry.eval_dataset or entry.dataset or "").expanduser(),
-    )
-    rewards = example_rewards(results)
-    examples = {}
+    path, rewards = Path(entry.eval_dataset or entry.dataset or ""), example_rewards(results)
+    examples, fields = {}, EvalConfig.model_fields
     for task, rollouts in results:
-        played = episodes(rollouts)
-        examples[str(task)] = {
-            "reward": rewards[task],
-            "samples": len(played),
-            "solved": sum(play.solved for play in played),
-        }
+        plays = episodes(rollouts)
+        solved = sum(play.solved for play in plays)
+        examples[str(task)] = {"reward": rewards[task], "samples": len(plays), "solved": solved}
+    source = {key: value for key, value in entry.source.items() if value != fields[key].default}
+    if path.expanduser().is_file():
+        source["rows_crc32"] = crc32(path.expanduser().read_bytes())
+    metrics = eval_metrics(entry.label, results).items()
     return {
-        "environment": {
-            key: value
-            for key, value in entry.source.items()
-            if value != EvalConfig.model_fields[key].default
-        }
-        | ({"rows_crc32": crc32(rows.read_bytes())} if rows.is_file() else {}),
+        "environment": source,
         "split": split,
         "sampling": sampling,
         "num_examples": len(results),
         "samples": min(example["samples"] for example in examples.values()),
-        "metrics": {
-            key.removeprefix(f"eval/{entry.label}/"): value for key, value in metrics.items()
-        },
+        "metrics": {key.removeprefix(f"eval/{entry.label}/"): value for key, value in metrics},
         "examples": examples,
     }
 
@@ -76,10 +64,8 @@ def finished_report(spec: str) -> dict[str, Any] | None:
         return None
     try:
         first = json.loads(path.read_text())["policies"][0]
-        return first | {
-            "policy": f"{first['policy']} ({path.resolve().parent.name})",
-            "evals": first["evals"],
-        }
+        name = f"{first['policy']} ({path.resolve().parent.name})"
+        return first | {"policy": name, "evals": first["evals"]}
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         raise RunError(
             f"--compare {spec}: not a report of `rl eval` ({type(error).__name__}: {error})"
@@ -92,29 +78,21 @@ def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
 
     `seed` is the seed of the bootstrap.
     """
-    mine, other = ours["examples"], theirs["examples"]
-    common = sorted(set(mine) & set(other), key=int)
+    both = (ours["examples"], theirs["examples"])
+    common = sorted(set(both[0]) & set(both[1]), key=int)
     if not common:
         return {}
-    rewards = [{int(task): part[task]["reward"] for task in common} for part in (mine, other)]
-    found = {"reward_mean": difference(*rewards, seed)}
-    smallest = min(part[task]["samples"] for part in (mine, other) for task in common)
-    for name in (
-        name
-        for name in ours["metrics"]
-        if name.startswith("pass@") and not name.endswith("_stderr")
-    ):
-        k = int(name.removeprefix("pass@"))
-        if k <= smallest and name in theirs["metrics"]:
-            rates = [
-                {
-                    int(task): pass_at_k(part[task]["samples"], part[task]["solved"], k)
-                    for task in common
-                }
-                for part in (mine, other)
-            ]
-            found[name] = difference(*rates, seed)
-    return found
+
+    def gap(value: Callable[[dict[str, Any]], float]) -> Difference:
+        return difference(*({int(t): value(part[t]) for t in common} for part in both), seed)
+
+    gaps = {"reward_mean": gap(lambda example: example["reward"])}
+    smallest = min(part[task]["samples"] for part in both for task in common)
+    for name in ours["metrics"]:
+        prefix, _, k = name.partition("@")
+        if prefix == "pass" and k.isdigit() and int(k) <= smallest and name in theirs["metrics"]:
+            gaps[name] = gap(lambda e, k=int(k): pass_at_k(e["samples"], e["solved"], k))
+    return gaps
 
 
 def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[str, Any]:
@@ -124,20 +102,17 @@ def write_report(output: Path, config: RLConfig, policies: list[Part]) -> dict[s
     if len(policies) == 2:
         ours, theirs = policies[0]["evals"], policies[1]["evals"]
         for label in [label for label in ours if label in theirs]:
-            comparison[label] = {
-                name: gap._asdict()
-                for name, gap in compare(ours[label], theirs[label], config.seed).items()
-            }
+            gaps = compare(ours[label], theirs[label], config.seed)
+            comparison[label] = {name: gap._asdict() for name, gap in gaps.items()}
             warn_of_differences(label, ours[label], theirs[label])
         if not any(comparison.values()):
             raise RunError(
                 "the two policies have no examples in common: the evaluations are "
                 f"{', '.join(ours)} and {', '.join(theirs)}"
             )
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
     report = {
         "name": config.name,
-        "time": now,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "seed": config.seed,
         "policies": policies,
         "comparison": comparison,
@@ -151,65 +126,46 @@ def warn_of_differences(label: str, ours: Part, theirs: Part) -> None:
     """Warns when an earlier report evaluated something else under the same label."""
     for key in ("environment", "split", "sampling", "samples"):
         if ours[key] != theirs[key]:
-            say(
-                f"warning: eval {label}: the two policies differ in {key}: {ours[key]} and "
-                f"{theirs[key]}"
-            )
-    if set(ours["examples"]) != set(theirs["examples"]):
-        common = len(set(ours["examples"]) & set(theirs["examples"]))
+            differ = f"the two policies differ in {key}: {ours[key]} and {theirs[key]}"
+            say(f"warning: eval {label}: {differ}")
+    common, counts = (
+        set(ours["examples"]) & set(theirs["examples"]),
+        [len(part["examples"]) for part in (ours, theirs)],
+    )
+    if counts != [len(common)] * 2:
         say(
-            f"warning: eval {label}: {ours['num_examples']} and {theirs['num_examples']} "
-            f"examples; the {common} common ones are compared"
+            f"warning: eval {label}: {counts[0]} and {counts[1]} examples; the {len(common)} "
+            "common ones are compared"
         )
 
 
 # Tables -------------------------------------------------------------------------------------------
 
 
-def value_text(part: Part | None, name: str) -> str:
-    """Formats a metric with its standard error, as `0.512 ± 0.021`; `-` for a policy without it."""
-    if part is None or name not in part["metrics"]:
-        return "-"
-    value, error = part["metrics"][name], part["metrics"].get(f"{name}_stderr")
-    return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-
-
 def headings(report: dict[str, Any]) -> list[str]:
     policies = [policy["policy"] for policy in report["policies"]]
-    return [
-        "eval",
-        "measure",
-        *policies,
-        *(["difference", "95% interval"] if len(policies) == 2 else []),
-    ]
+    gap = ["difference", "95% interval"] if len(policies) == 2 else []
+    return ["eval", "measure", *policies, *gap]
 
 
 def rows(report: dict[str, Any]) -> list[list[str]]:
     """Returns the cells of the table: one row per metric of each evaluation, one column per
     policy."""
-    policies = report["policies"]
-    lines = []
+    policies, lines = report["policies"], []
     for label, part in policies[0]["evals"].items():
-        parts = [policy["evals"].get(label) for policy in policies]
-        shown = (
-            f"{label} ({part['num_examples']} x "
-            f"{part['samples']}{', training examples' if part.get('split') == 'train' else ''})"
-        )
-        for name in (
-            name
-            for name in part["metrics"]
-            if not name.endswith("_stderr") and not name.startswith("avg@")
-        ):
-            line = [shown, name, *(value_text(one, name) for one in parts)]
-            gap = report["comparison"].get(label, {}).get(name)
+        metrics = [policy["evals"].get(label, {"metrics": {}})["metrics"] for policy in policies]
+        trains = ", training examples" if part.get("split") == "train" else ""
+        head = f"{label} ({part['num_examples']} x {part['samples']}{trains})"
+        for name in part["metrics"]:
+            if name.endswith("_stderr") or name.startswith("avg@"):
+                continue
+            cells = [with_error(each.get(name), each.get(f"{name}_stderr")) for each in metrics]
             if len(policies) == 2:
-                line += (
-                    [f"{gap['mean']:+.3f}", f"{gap['low']:+.3f} to {gap['high']:+.3f}"]
-                    if gap
-                    else ["", ""]
-                )
-            lines.append(line)
-            shown = ""
+                gap = report["comparison"].get(label, {}).get(name)
+                interval = f"{gap['low']:+.3f} to {gap['high']:+.3f}" if gap else ""
+                cells += [f"{gap['mean']:+.3f}" if gap else "", interval]
+            lines.append([head, name, *cells])
+            head = ""
     return lines
 
 
@@ -226,9 +182,9 @@ def note(report: dict[str, Any]) -> str:
 
 def markdown(report: dict[str, Any]) -> str:
     head = headings(report)
-    table = [head, ["---"] * len(head), *rows(report)]
     body = "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+        for line in [head, ["---"] * len(head), *rows(report)]
     )
     title = " and ".join(policy["policy"] for policy in report["policies"])
     return f"# Evaluation of {title}\n\n{report['time']}\n\n{body}\n\n{note(report)}\n"
@@ -236,23 +192,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 def show(report: dict[str, Any], output: Path) -> None:
     """Prints the table and the paths of the report and the rollouts."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for i, heading in enumerate(headings(report)):
-        table.add_column(
-            heading, justify="left" if i < 2 else "right", overflow="fold", no_wrap=i != 0
-        )
-    for line in rows(report):
-        table.add_row(*line)
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(table)
-    print(note(report))
-    files = ", ".join(
-        f"{policy['files']}/"
-        for policy in report["policies"]
-        if (output / policy["files"]).is_dir()
-    )
+    print(*map(visible, table(headings(report), rows(report), left=2)), "", note(report), sep="\n")
+    names = [policy["files"] for policy in report["policies"]]
+    files = ", ".join(f"{name}/" for name in names if (output / name).is_dir())
     print(f"{output}: report.json, report.md, rollouts in {files}")

@@ -1,6 +1,5 @@
 """`rl export`: writes a run's weights in the formats that transformers, vLLM and peft load."""
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from rl.models.hub import check_push, push
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
+from rl.system.terminal import say, size
 
 OPTIONS = options("""
 to DIR: directory for the model; must not exist yet
@@ -62,98 +62,80 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     """Exports the weights of a run, via `scratch` if they are only pushed to the hub. Checks
     everything before importing torch."""
     root, version = find_run(spec)
-    config, _ = load_config_or_exit(
-        ["@", str(root / "config.toml"), *flags], "rl export", usage=HELP
-    )
+    words = ["@", str(root / "config.toml"), *flags]
+    config, _ = load_config_or_exit(words, "rl export", usage=HELP)
+    repo, public, overwrite = values["push"], bool(values["public"]), bool(values["overwrite"])
     target = Path(values["to"] or scratch / "model").expanduser().resolve()
-    check_target(target, values["overwrite"], root)
-    if values["merge"] and not config.trainer.lora:
+    check_target(target, overwrite, root)
+    merge, model, lora = bool(values["merge"]), config.model, config.trainer.lora
+    if merge and not lora:
         raise RunError(
             f"--merge: {root} trained the whole model and has no adapters; leave --merge out"
         )
     need_weights(config, root, "rl export writes weights")
     step, checkpoint, published = weights_of(run_dir_of(root, config), version)
-    base = resolve_model(config.model, needs_template=False)
-    named = Path(config.model.name).expanduser()
-    if target == Path(base).resolve() or (named.is_dir() and target == named.resolve()):
+    base = resolve_model(model, needs_template=False)
+    if target.is_dir() and target in [Path(m).expanduser().resolve() for m in (base, model.name)]:
         raise RunError(f"--to {target}: is the base model of the run; give another directory")
-    repo, public, overwrite = values["push"], bool(values["public"]), bool(values["overwrite"])
     if repo:
         check_push(repo, public=public, overwrite=overwrite)
-    print(f"step {step} of {root}: reading {checkpoint or published}", file=sys.stderr, flush=True)
+    say(f"step {step} of {root}: reading {checkpoint or published}")
     from rl.trainer.export import Origin, export
 
-    origin = Origin(
-        Path(base),
-        config.trainer.lora,
-        checkpoint,
-        published,
-        config.model.trust_remote_code,
-        config.model.name,
-    )
+    trust = model.trust_remote_code
+    origin = Origin(Path(base), lora, checkpoint, published, trust, model.name)
     try:
-        export(origin, target, bool(values["merge"]), values["dtype"] or config.model.dtype)
+        export(origin, target, merge, values["dtype"] or model.dtype)
     except CorruptFileError as error:
         none = "" if published else " no version of this step was kept either;"
         raise RunError(f"{error};{none} give another step, RUN@STEP") from None
-    kind = "adapters" if config.trainer.lora and not values["merge"] else "model"
-    size = sum(file.stat().st_size for file in target.iterdir()) / 2**20
+    kind = "adapters" if lora and not merge else "model"
+    num_bytes = sum(file.stat().st_size for file in target.iterdir())
     if values["to"]:
-        print(f"{target}: the {kind} of step {step}, {size:.1f} MiB")
+        print(f"{target}: the {kind} of step {step}, {size(num_bytes)}")
     if repo:
-        print(f"pushing {size:.1f} MiB to {repo}", file=sys.stderr, flush=True)
-        url, visible = push(
-            target,
-            repo,
-            f"Step {step} of {root.resolve().name}",
-            public=public,
-            overwrite=overwrite,
-        )
-        print(f"{url}: the {kind} of step {step}, {visible}")
+        say(f"pushing {size(num_bytes)} to {repo}")
+        title = f"Step {step} of {root.resolve().name}"
+        url, visibility = push(target, repo, title, public=public, overwrite=overwrite)
+        print(f"{url}: the {kind} of step {step}, {visibility}")
     return 0
 
 
-def check_target(target: Path, overwrite: bool | None, root: Path) -> None:
+def check_target(target: Path, overwrite: bool, root: Path) -> None:
     """Raises RunError unless `target`, a resolved path, may be written: outside the run, and new
     or, with `overwrite`, a model alone."""
+    is_model = any((target / name).is_file() for name in ("config.json", "adapter_config.json"))
+    folders = sorted(path.name for path in target.iterdir() if path.is_dir()) if is_model else []
     if root.resolve() in (target, *target.parents):
-        raise RunError(f"--to {target}: is inside the run's own directory; give one outside of it")
-    if not target.exists():
+        why = "is inside the run's own directory; give one outside of it"
+    elif not target.exists():
         return
-    if not any((target / name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise RunError(
-            f"--to {target}: exists and is not a model; give a directory that does not exist"
-        )
-    if not overwrite:
-        raise RunError(
-            f"--to {target}: a model exists there; give another directory, or --overwrite"
-        )
-    if folders := sorted(path.name for path in target.iterdir() if path.is_dir()):
-        raise RunError(
-            f"--to {target}: --overwrite would delete {', '.join(folders)} beside the model; "
-            "give another directory"
-        )
+    elif not is_model:
+        why = "exists and is not a model; give a directory that does not exist"
+    elif not overwrite:
+        why = "a model exists there; give another directory, or --overwrite"
+    elif folders:
+        beside = ", ".join(folders)
+        why = f"--overwrite would delete {beside} beside the model; give another directory"
+    else:
+        return
+    raise RunError(f"--to {target}: {why}")
 
 
 def weights_of(run_dir: RunDir, version: str) -> tuple[int, Path | None, Path | None]:
     """Returns (step, its checkpoint, its published version); one path may be None. Raises
     RunError that lists the existing steps."""
-    root, checkpoints, versions = (
-        run_dir.root,
-        numbered(run_dir.checkpoints),
-        numbered(run_dir.weights_dir),
-    )
-    step = version_number(root, version, {*checkpoints, *versions}, ())
+    checkpoints, versions = numbered(run_dir.checkpoints), numbered(run_dir.weights_dir)
+    step = version_number(run_dir.root, version, {*checkpoints, *versions}, ())
     if step in checkpoints or step in versions:
         return step, checkpoints.get(step), versions.get(step)
     if step == 0:
         raise RunError(
-            f"{root}@0: is the base model (model.name of the run); there is nothing to "
+            f"{run_dir.root}@0: is the base model (model.name of the run); there is nothing to "
             "export before the first step"
         )
     raise RunError(
-        f"{root}@{step}: step {step} has neither a checkpoint nor a published version; there "
-        f"are checkpoints {ranges(checkpoints)} "
-        f"and versions {ranges(versions)}. Which ones a run keeps is set by "
-        "trainer.checkpoint and trainer.weights"
+        f"{run_dir.root}@{step}: step {step} has neither a checkpoint nor a published version; "
+        f"there are checkpoints {ranges(checkpoints)} and versions {ranges(versions)}. Which ones "
+        "a run keeps is set by trainer.checkpoint and trainer.weights"
     )

@@ -14,23 +14,14 @@ from rl.homes.home import delete, read, read_record, read_records, text_of
 from rl.homes.make import ensure, install_record
 from rl.homes.request import Request
 from rl.system.errors import RunError
-from rl.system.terminal import say, size
+from rl.system.terminal import did_you_mean, say, size
 
-(KIND,) = options("""
+OPTIONS: dict[str, tuple[Option, ...]] = dict.fromkeys(("list", "remove", "freeze"), ())
+OPTIONS["install"] = options("""
 kind classic|v1: the API to use for a package that has both
-""")
-(REQUIRE,) = options("""
 requirements A,B: further packages, as in orchestrator.environment.requirements
-""")
-(DRY,) = options("""
 dry-run: print what would be installed, without installing it
 """)
-OPTIONS: dict[str, tuple[Option, ...]] = {
-    "install": (KIND, REQUIRE, DRY),
-    "list": (),
-    "remove": (),
-    "freeze": (),
-}
 EARLIER = "earlier"
 VERBS = {
     "install": "rl env install ID|FILE.txt   makes an environment's home: owner/name@1.0 of the "
@@ -46,8 +37,8 @@ VERBS = {
 
 def main(verb: str, args: list[str]) -> int:
     """Runs one of VERBS. Raises RunError."""
-    options = OPTIONS[verb]
-    values, rest = take(f"rl env {verb}", args, options, usage(f"usage: {VERBS[verb]}", options))
+    flags = OPTIONS[verb]
+    values, rest = take(f"rl env {verb}", args, flags, usage(f"usage: {VERBS[verb]}", flags))
     most = {"list": 0, "freeze": 2}.get(verb, 1)
     if not min(most, 1) <= len(rest) <= most or any(word.startswith(("-", "@")) for word in rest):
         fail(f"rl env {verb}", f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}")
@@ -70,8 +61,8 @@ def main(verb: str, args: list[str]) -> int:
 def several(text: str) -> tuple[str, ...]:
     """Splits comma-separated requirements. Versions may contain commas: `sympy>=1.13,<2, nltk`
     has two requirements. Raises RunError for one that is not valid."""
-    parts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
-    requirements = tuple(part.strip() for part in parts if part.strip())
+    texts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
+    requirements = tuple(part.strip() for part in texts if part.strip())
     for fault in filter(None, map(requirement_fault, requirements)):
         raise RunError(f"--requirements: {fault}")
     return requirements
@@ -129,21 +120,21 @@ def line_of(date: str, folder: Path) -> str:
 def meant(name: str) -> list[Path]:
     """Returns the links that an id, a folder's name or a name matches. Raises RunError if there are
     none or the name is ambiguous."""
-    homes = {link: read(link) for link in links()}
-    ids = {link: home.id if home else link.parent.name for link, home in homes.items()}
+    ids = {link: home.id if (home := read(link)) else link.parent.name for link in links()}
     is_path = name.startswith((".", "/", "~"))
     text = str(Path(name).expanduser().resolve()) if is_path else name
-    matches = [link for link in homes if text in (ids[link], link.resolve().name)]
-    if not matches and "/" not in name:
-        start = f"{module_name(name).lower()}-"
-        matches = [link for link in homes if link.parent.name.startswith(start)]
-        if len(meanings := sorted({ids[link] for link in matches})) > 1:
-            raise RunError(
-                f"{name} is ambiguous: {' or '.join(meanings)}; give the full id, or the folder"
-            )
+    if matches := [link for link in ids if text in (ids[link], link.resolve().name)]:
+        return matches
+    start = f"{module_name(name).lower()}-"
+    matches = [link for link in ids if "/" not in name and link.parent.name.startswith(start)]
+    meanings = sorted({ids[link] for link in matches})
+    if len(meanings) > 1:
+        raise RunError(
+            f"{name} is ambiguous: {' or '.join(meanings)}; give the full id, or the folder"
+        )
     if not matches:
-        known = ", ".join(sorted(set(ids.values()))) or "none"
-        raise RunError(f"{name}: no such home in {homes_root()}; existing homes: {known}")
+        remedy = did_you_mean(name, sorted(set(ids.values())))
+        raise RunError(f"{name}: no such home in {homes_root()}; {remedy}")
     return matches
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
-from rl.commands.policy_spec import Source
+from rl.commands.policy_spec import PolicySource
 from rl.config.command_line import write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
@@ -110,7 +110,7 @@ def task_count(limit: int, size: int | None) -> int | None:
 
 
 @dataclass
-class Server:
+class PolicyServer:
     """An inference server of rl as a child of this command, in its own run directory."""
 
     children: Children
@@ -172,7 +172,7 @@ def server_config(config: RLConfig, model: str, folder: Path, adapter: str = "")
 
 async def start_server(
     config: RLConfig, model: str, work: Path, children: Children, adapter: str = ""
-) -> Server:
+) -> PolicyServer:
     """Finds or downloads the model and starts its server, with the adapters in folder `adapter`
     if given, without waiting until it is ready. Its log goes to `work`, which may be the user's
     folder, and another command's. Raises RunError."""
@@ -187,7 +187,7 @@ async def start_server(
 
 async def start_in(
     folder: Path, config: RLConfig, model: str, logs: Path, children: Children, adapter: str
-) -> Server:
+) -> PolicyServer:
     """Starts a server as `start_server` says, in a folder of its own."""
     if is_delta(Path(model)):
         with readable(Path(model)) as whole:
@@ -210,7 +210,7 @@ async def start_in(
         raise RunError(f"{fault}\n  the whole log: {finder.log}")
     weights = resolve_model(config.model)
     child = roles.start(children, "inference", run_dir, division.inference, 1, logs)
-    return Server(children, config, weights, child, folder)
+    return PolicyServer(children, config, weights, child, folder)
 
 
 def own_folder(parent: Path, label: str) -> Path:
@@ -248,7 +248,7 @@ class PlaySession:
     pool: "WorkerPool"
     ready: dict[str, Ready]
     config: RLConfig
-    server: Server | None
+    server: PolicyServer | None
 
     async def play(
         self, label: str, jobs: list["PlayJob"], concurrency: int | None
@@ -324,7 +324,7 @@ class PlaySession:
 async def play_session(
     config: RLConfig,
     homes: Homes,
-    source: Source | None,
+    source: PolicySource | None,
     work: Path,
     children: Children,
     *,

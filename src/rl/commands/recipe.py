@@ -20,7 +20,7 @@ from rl.run_dir.access_token import VARIABLE
 from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped, inherited
 from rl.system.errors import RunError
 from rl.system.linux import end_with_parent
-from rl.system.terminal import did_you_mean
+from rl.system.terminal import did_you_mean, table
 
 OPTIONS = options("""
 to FOLDER: folder of the copy; must not exist yet; default: ./NAME
@@ -52,41 +52,39 @@ SHORT_STEPS = "2"
 def main(args: list[str], _children: Children) -> int:
     values, rest = take("rl recipe", args, OPTIONS, HELP)
     if len(rest) > 1 or any(word.startswith(("-", "@")) for word in rest):
-        fail(
-            "rl recipe",
-            f"{' '.join(rest)}: not understood; give the name of one recipe, {', '.join(names())}",
-        )
-    given = {key for key, value in values.items() if value is not None}
-    if (
-        (given & {"short", "seed", "output"} and "check" not in given)
-        or given >= {"to", "check"}
-        or (given and not rest)
-    ):
+        known = ", ".join(names())
+        text = f"{' '.join(rest)}: not understood; give the name of one recipe, {known}"
+        fail("rl recipe", text)
+    flags = {key for key, value in values.items() if value is not None}
+    is_check = "check" in flags
+    if flags and (not rest or "to" in flags if is_check else flags != {"to"} or not rest):
         fail(
             "rl recipe",
             "--to is for a copy, --short, --seed and --output are for --check, and each "
             "needs NAME; see rl recipe --help",
         )
     if not rest:
-        print("\n".join(listed({name: read(name) for name in names()})))
+        recipes = {name: read(name) for name in names()}
+        rows = [
+            [name, recipe.time, str(len(recipe.seeds)), recipe.ends, recipe.title]
+            for name, recipe in recipes.items()
+        ]
+        heads = ["recipe", "minutes", "seeds", "before -> after", "task"]
+        print("\n".join(table(heads, rows, left=5)))
         return 0
     name, recipe = rest[0], read(rest[0])
-    if values["check"]:
+    if is_check:
         if recipe.aim and not values["short"]:
-            remedy = (
-                "add --short to see whether its stages work; docs/recipes.md says how a curve is "
-                "recorded"
-            )
             fail(
-                "rl recipe", f"{name} was never run, so there is no curve to compare with: {remedy}"
+                "rl recipe",
+                f"{name} was never run, so there is no curve to compare with: add --short to see "
+                "whether its stages work; docs/recipes.md says how a curve is recorded",
             )
         return check(name, recipe, values)
     folder = Path(values["to"] or name).expanduser()
     copy(name, recipe, folder)
-    time = (
-        f"{'never run; estimated ' if recipe.aim else 'about '}{recipe.minutes:g} minutes on "
-        f"{recipe.machine}"
-    )
+    about = "never run; estimated" if recipe.aim else "about"
+    time = f"{about} {recipe.minutes:g} minutes on {recipe.machine}"
     print(f"{folder}: {recipe.title}; {time}. Train it with:\n")
     print("\n".join([f"cd {shlex.quote(str(folder))}", *commands(recipe, program(folder))]))
     return 0
@@ -101,55 +99,35 @@ def commands(recipe: Recipe, rl: str) -> list[str]:
     return lines
 
 
-def listed(recipes: dict[str, Recipe]) -> list[str]:
-    rows = [("recipe", "minutes", "seeds", "before -> after", "task")]
-    rows += [
-        (name, recipe.time, str(len(recipe.seeds)), recipe.ends, recipe.title)
-        for name, recipe in recipes.items()
-    ]
-    first = max(len(row[0]) for row in rows)
-    return [
-        f"{name:<{first}}  {minutes:>7}  {seeds:>5}  {ends:<15}  {title}"
-        for name, minutes, seeds, ends, title in rows
-    ]
-
-
 def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
     """Runs all stages in a new folder and prints what they came to. Returns the exit code.
     Raises RunError."""
-    numbered = (Path("outputs") / "recipes" / f"{name}-{i}" for i in itertools.count(1))
-    folder = (
-        Path(values["output"]).expanduser()
-        if values["output"]
-        else next(path for path in numbered if not path.exists())
-    )
+    parent = Path("outputs") / "recipes"
+    numbered = (parent / f"{name}-{i}" for i in itertools.count(1))
+    folder = Path(values["output"] or next(p for p in numbered if not p.exists())).expanduser()
     copy(name, recipe, folder)
-    flags = ["--seed", str(values["seed"])] * (values["seed"] is not None) + [
-        "--max_steps",
-        SHORT_STEPS,
-    ] * bool(values["short"])
-    # `export` has no such settings
-    stages = [
-        [*words, *(flags if "@" in words else [])] for words in map(shlex.split, recipe.stages)
-    ]
+    flags = [] if values["seed"] is None else ["--seed", str(values["seed"])]
+    if values["short"]:
+        flags += ["--max_steps", SHORT_STEPS]
+    stages = [shlex.split(stage) for stage in recipe.stages]
     with contextlib.chdir(folder):
         settings = itertools.dropwhile(lambda word: not word.startswith(("-", "@")), stages[-1])
-        config = build(parse_args([*settings], os.environ))
+        config = build(parse_args([*settings, *flags], os.environ))
         metrics = config.run_dir.metrics.absolute()
-        for words in stages:
-            with teaching(recipe.teacher if words is stages[-1] else "", folder):
-                print(f"{folder}: rl {shlex.join(words)}", flush=True)
-                if code := run_stage(words):
+        for i, words in enumerate(stages, 1):
+            # `export` has no such settings
+            command = shlex.join([*words, *(flags if "@" in words else [])])
+            with teaching(recipe.teacher if i == len(stages) else "", folder):
+                print(f"{folder}: rl {command}", flush=True)
+                if code := run_stage(shlex.split(command)):
                     raise RunError(
-                        f"{name}: `rl {shlex.join(words)}` in {folder} ended with exit code "
-                        f"{code}; it says why above"
+                        f"{name}: `rl {command}` in {folder} ended with exit code {code}; it says "
+                        "why above"
                     )
     points = measured(recipe, metrics)
+    last = max(points)
     if values["short"]:
-        print(
-            f"{name}: all stages work, and {recipe.measure} is {points[max(points)]:.3f} at "
-            f"step {max(points)}"
-        )
+        print(f"{name}: all stages work, and {recipe.measure} is {points[last]:.3f} at step {last}")
         return 0
     lines, passed = verdict(name, recipe, points)
     print("\n".join(lines))
@@ -222,15 +200,14 @@ def measured(recipe: Recipe, metrics: Path) -> dict[int, float]:
 def verdict(name: str, recipe: Recipe, points: dict[int, float]) -> tuple[list[str], bool]:
     """Returns lines that show the curve of a run beside the recorded ones, and whether its end
     passes for that of one more seed."""
-    columns = {"this run": points} | {
-        f"seed {seed}": dict(zip(recipe.steps, values, strict=True))
-        for seed, values in recipe.seeds.items()
-    }
-    lines = [" ".join(f"{head:>9}" for head in ("step", *columns))]
-    for step in sorted({*recipe.steps, *points}):
-        cells = (f"{column[step]:.3f}" if step in column else "-" for column in columns.values())
-        lines.append(" ".join(f"{cell:>9}" for cell in (str(step), *cells)))
-    last, (low, high) = points[max(points)], recipe.lasts
-    passed = last >= recipe.least
+    columns = {"this run": points}
+    for seed, values in recipe.seeds.items():
+        columns[f"seed {seed}"] = dict(zip(recipe.steps, values, strict=True))
+    rows = [
+        [str(step), *(f"{c[step]:.3f}" if step in c else "-" for c in columns.values())]
+        for step in sorted({*recipe.steps, *points})
+    ]
+    lines, last = table(["step", *columns], rows, left=0), points[max(points)]
+    passed, (low, high) = last >= recipe.least, recipe.lasts
     ends = f"ends at {last:.3f}; recorded: {low:.3f} to {high:.3f}; needed: {recipe.least:.3f}"
     return [*lines, f"{name}: {recipe.measure} {ends}: {'passed' if passed else 'FAILED'}"], passed

@@ -1,12 +1,16 @@
 """`rl show`: prints the rollouts of a run, or of a file of rollouts."""
 
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
-from rl.commands.pager import page
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail
 from rl.config.options import option_lines, options, take
@@ -15,6 +19,7 @@ from rl.launch.children import Children
 from rl.launch.prepare import ranges
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
+from rl.system.terminal import say
 
 OPTIONS = options("""
 step N: only rollouts of batch N; default: all, the newest first
@@ -53,21 +58,26 @@ def main(args: list[str], _children: Children) -> int:
             "rl show",
             f"{what} Give one run, its directory or its name, and flags of `rl show --help`",
         )
-    spec = rest[0]
-    files = files_of(spec, values["step"])
-    selection, damaged = Selection(values["env"], values["task"], values["why"]), list[str]()
-    rows = chosen(files, selection, values, damaged)
+    [spec], field, limit = rest, values["sort"], values["limit"]
+    files, damaged = files_of(spec, values["step"]), list[str]()
+    selection = Selection(values["env"], values["task"], values["why"])
+    rows: Iterable[Row] = filter(selection.takes, read_all(files, damaged))
+    if field:
+        is_reverse = bool(values["reverse"])
+        rows = ranked(rows, field, limit or MOST_SORTED, lowest_first=is_reverse)
+    elif values["reverse"]:
+        raise RunError("--reverse: needs --sort FIELD, whose order it reverses")
+    rows = islice(rows, limit)
     if (first := next(rows, None)) is None:
-        raise RunError("\n".join([*damaged, nothing(spec, selection, values)]))
-    page(texts(first, rows))
-    if values["sort"] and not values["limit"] and selection.taken > MOST_SORTED:
-        print(
+        raise RunError("\n".join([*damaged, nothing(spec, selection, field)]))
+    page(chain([rollout_text(first)], (f"\n{rollout_text(row)}" for row in rows)))
+    if field and not limit and selection.taken > MOST_SORTED:
+        say(
             f"rl show: printed the first {MOST_SORTED} of {selection.taken:,} in this order; "
-            "--limit N prints more",
-            file=sys.stderr,
+            "--limit N prints more"
         )
     for fault in damaged:
-        print(f"rl show: {fault}", file=sys.stderr)
+        say(f"rl show: {fault}")
     return 1 if damaged else 0
 
 
@@ -81,56 +91,67 @@ def files_of(spec: str, step: int | None) -> list[Path]:
     run_dir = RunDir(root := named_run(spec), root / "weights")
     files = rollout_files(run_dir, step)
     if not files and step is not None:
-        there = ranges(run_dir.rollout_files())
+        steps = ranges(run_dir.rollout_files())
         raise RunError(
             f"--step {step}: no rollouts of this step in {run_dir.rollouts_dir}; steps with "
-            f"rollouts: {there}"
+            f"rollouts: {steps}"
         )
     return files
 
 
-def chosen(
-    files: list[Path], selection: Selection, values: dict[str, Any], damaged: list[str]
-) -> Iterator[Row]:
-    """Returns the selected rollouts in the requested order. Raises RunError."""
-    rows: Iterable[Row] = filter(selection.takes, read_all(files, damaged))
-    limit = values["limit"]
-    if values["sort"]:
-        rows = ranked(
-            rows, values["sort"], limit or MOST_SORTED, lowest_first=bool(values["reverse"])
-        )
-    elif values["reverse"]:
-        raise RunError("--reverse: needs --sort FIELD, whose order it reverses")
-    return islice(rows, limit)
-
-
-def nothing(spec: str, selection: Selection, values: dict[str, Any]) -> str:
+def nothing(spec: str, selection: Selection, field: str | None) -> str:
     """Returns why nothing is printed, and the remedy."""
     if not selection.seen["env"]:
-        one = (
-            "give a run's directory or name, or a file of rollouts that `rl` has written, one "
-            "JSON object per line"
-        )
-        remedy = (
-            one if Path(spec).is_file() else f"`rl doctor {spec}` shows what the run is waiting for"
-        )
+        remedy = f"`rl doctor {spec}` shows what the run is waiting for"
+        if Path(spec).is_file():
+            remedy = (
+                "give a run's directory or name, or a file of rollouts that `rl` has written, one "
+                "JSON object per line"
+            )
         return f"{spec}: no finished rollouts; {remedy}"
     for name, wanted in selection.wanted.items():
-        if wanted is not None and not selection.seen[name][wanted]:
-            there = selection.seen[name].most_common(MOST_LISTED)
-            more = ", ..." if len(selection.seen[name]) > MOST_LISTED else ""
-            listed = ", ".join(f"{value} ({count})" for value, count in there)
-            return f"--{name} {wanted}: no rollout matches; existing values: {listed}{more}"
-    if values["sort"] and selection.numbers:
-        return (
-            f"--sort {values['sort']}: the rollouts have no such number; they have: "
-            f"{', '.join(sorted(selection.numbers))}"
-        )
+        seen = selection.seen[name]
+        if wanted is not None and not seen[wanted]:
+            listed = ", ".join(f"{v} ({count})" for v, count in seen.most_common(MOST_LISTED))
+            rest = ", ..." if len(seen) > MOST_LISTED else ""
+            return f"--{name} {wanted}: no rollout matches; existing values: {listed}{rest}"
+    if field and selection.numbers:
+        names = ", ".join(sorted(selection.numbers))
+        return f"--sort {field}: the rollouts have no such number; they have: {names}"
     return f"{spec}: no rollout matches all filters"
 
 
-def texts(first: Row, others: Iterable[Row]) -> Iterator[str]:
-    """Yields the text of each rollout, separated by empty lines."""
-    yield rollout_text(first)
-    for row in others:
-        yield "\n" + rollout_text(row)
+def page(texts: Iterable[str]) -> None:
+    """Prints texts, each followed by a newline: on a terminal through $PAGER (default: less),
+    otherwise directly.
+
+    Texts are generated on demand, and no more of them after the pager has quit. There is no time
+    limit for reading.
+    """
+    pager = None
+    with contextlib.suppress(OSError, ValueError):  # not installed, or not a valid command
+        if sys.stdout.isatty():
+            command = shlex.split(os.environ.get("PAGER") or "less")
+            environ = {"LESS": "FRX", **os.environ}
+            pager = subprocess.Popen(command, stdin=subprocess.PIPE, env=environ)
+    if pager is None:
+        encoding = sys.stdout.encoding
+        for text in texts:
+            print(text.encode(encoding, "backslashreplace").decode(encoding))
+        return
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        """Leaves Ctrl-C to the pager, which shares the terminal, while it is running."""
+        if pager.poll() is not None and callable(before):
+            before(signum, frame)
+
+    assert pager.stdin
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        with contextlib.suppress(BrokenPipeError), pager.stdin:
+            for text in texts:
+                pager.stdin.write(f"{text}\n".encode(errors="backslashreplace"))
+                pager.stdin.flush()
+    finally:
+        pager.wait()
+        signal.signal(signal.SIGINT, before)

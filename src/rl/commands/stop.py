@@ -6,11 +6,12 @@ from pathlib import Path
 
 from rl.cluster import kubernetes
 from rl.cluster.submit import cancel
+from rl.commands.options import open_run
 from rl.commands.policy_spec import named_run
 from rl.config.command_line import fail, load_config_or_exit
 from rl.config.options import option_lines, options, take
 from rl.config.run import RLConfig
-from rl.config.stored import continued_by, run_dir_of, server_of, stored_config
+from rl.config.stored import continued_by, server_of
 from rl.launch.children import Children
 from rl.launch.watch import Life
 from rl.run_dir.lease import LEASE_S, LockOwner
@@ -43,9 +44,8 @@ STOPPED = 130
 def main(args: list[str], _children: Children) -> int:
     values, rest = take("rl stop", args, OPTIONS, HELP)
     if rest and rest[0].startswith(("-", "@")):
-        config = load_config_or_exit(rest, "rl stop", variables=os.environ, usage=HELP)[
-            0
-        ].with_absolute_paths()
+        config, _ = load_config_or_exit(rest, "rl stop", variables=os.environ, usage=HELP)
+        config = config.with_absolute_paths()
         root = config.run_dir.root
         if not is_run(root) and config.cluster and config.cluster.engine == "kubernetes":
             return stop_unseen(config)
@@ -56,52 +56,33 @@ def main(args: list[str], _children: Children) -> int:
             "which run? Give only its directory, rl stop outputs/NAME, or the files and "
             "flags it was started with",
         )
-    root = seen(rest[0])
-    config = stored_config(root)
-    if config.serve and server_of(root) != root:
-        raise RunError(
-            f"{root} is a model of a client; `rl stop {server_of(root)}` ends its server"
-        )
+    try:
+        root = named_run(rest[0]).resolve()
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nif it runs on Kubernetes, and its volume is not on this machine: `rl stop @ "
+            "FILE` with what it was started with, or `kubectl delete jobset NAME` (`kubectl get "
+            f"jobsets`: rl-{Path(rest[0]).name.lower()}-...)"
+        ) from None
+    run_dir, config = open_run(root)
+    if config.kind == "serve" and server_of(root) != root:
+        server = f"`rl stop {server_of(root)}` ends its server"
+        raise RunError(f"{root} is a model of a client; {server}")
     grace_s = config.cluster.grace_s if config.cluster else 0.0
-    run_dir, timeout_s = (
-        run_dir_of(root, config),
-        values["timeout"] or max(TIMEOUT_S, grace_s + 60.0),
-    )
-    if config.cluster:
-        stop_machines(run_dir, config, timeout_s)
-    else:
-        stop_here(run_dir, config, timeout_s)
+    stop = stop_machines if config.cluster else stop_here
+    stop(run_dir, config, values["timeout"] or max(TIMEOUT_S, grace_s + 60.0))
     print(f"{root}: stopped; continue it with: {continued_by(root, config)}")
     return 0
-
-
-def seen(name: str) -> Path:
-    """Returns the directory of a run. Raises ConfigError."""
-    try:
-        return named_run(name).resolve()
-    except ConfigError as error:
-        slug = Path(name).name.lower()
-        remedy = (
-            "`rl stop @ FILE` with what it was started with, or `kubectl delete jobset NAME` "
-            f"(`kubectl get jobsets`: rl-{slug}-...)"
-        )
-        raise ConfigError(
-            f"{error}\nif it runs on Kubernetes, and its volume is not on this machine: {remedy}"
-        ) from None
 
 
 def stop_unseen(config: RLConfig) -> int:
     """Ends a run on Kubernetes whose directory is not on this machine. Returns the exit code.
     Raises RunError."""
     jobs = kubernetes.jobs_of(config.run_dir)
-    there = kubernetes.active(jobs, config)
+    runs = kubernetes.active(jobs, config)
     kubernetes.cancel(jobs, config)
-    print(
-        f"{', '.join(jobs)}: deleted"
-        if there
-        else f"{jobs[0]}: does not run; nothing is left of it",
-        flush=True,
-    )
+    text = "deleted" if runs else "does not run; nothing is left of it"
+    print(f"{', '.join(jobs) if runs else jobs[0]}: {text}", flush=True)
     return 0
 
 
@@ -125,28 +106,19 @@ def stop_machines(run_dir: RunDir, config: RLConfig, timeout_s: float) -> None:
     nodes, heartbeats, deadline = Nodes(run_dir), Staleness(), time.monotonic() + timeout_s
     living = nodes.statuses()
     if living or nodes.over() is None:  # an end that is there may be that of an earlier start
-        start = (
-            max((status.started, status.start) for status in living.values())[1] if living else ""
-        )
-        nodes.end(
-            RunOver(exit_code=STOPPED, text="stopped by `rl stop`", time=time.time(), start=start)
-        )
+        newest = max(living.values(), key=lambda status: status.started, default=None)
+        start = newest.start if newest else ""
+        text = "stopped by `rl stop`"
+        nodes.end(RunOver(exit_code=STOPPED, text=text, time=time.time(), start=start))
     while living and time.monotonic() < deadline:
-        silent_s = {
-            index: heartbeats.look(str(index), status.heartbeat)
-            for index, status in nodes.statuses().items()
-        }
         living = {
             index: status
             for index, status in nodes.statuses().items()
-            if silent_s.get(index, 0.0) < LEASE_S
+            if heartbeats.look(str(index), status.heartbeat) < LEASE_S
         }
         time.sleep(POLL_S)
     cancel(run_dir, config)
     if living:
-        names = ", ".join(
-            f"{index} (pid {status.pid} on {status.host})" for index, status in living.items()
-        )
-        raise RunError(
-            f"machines {names} have not ended within {timeout_s:g} s; end `rl node` there"
-        )
+        names = ", ".join(f"{i} (pid {node.pid} on {node.host})" for i, node in living.items())
+        limit = f"have not ended within {timeout_s:g} s"
+        raise RunError(f"machines {names} {limit}; end `rl node` there")

@@ -454,15 +454,15 @@ def exposure(config: RLConfig) -> list[str]:
         f"{plain}",
     }
     hosts = {} if config.kind == "sft" else {key: getattr(config, key) for key in effects}
-    found = [
+    sentences = [
         f"{key}.host = {process.host}: {effects[key]}"
         for key, process in hosts.items()
         if process and not is_loopback(process.host)
     ]
     if config.trainer.weights.transport == "nixl" and not nixl.is_local():
-        found.append(
+        sentences.append(
             f"UCX_NET_DEVICES = {os.environ['UCX_NET_DEVICES']}: whoever reaches the ports of the "
             "trainer's ranks can read and write their memory, without a token; use it only on a "
             "network that you trust"
         )
-    return found
+    return sentences

@@ -104,33 +104,37 @@ def cluster_faults(config: RLConfig) -> Iterator[Fault]:
                 "engine that starts it",
             )
         return
-    found = plan(config)
-    parts = f"{found.trainers} machines that train and {found.servers} that serve"
-    if found.nodes != cluster.nodes or found.trainers < 1:
+    division = plan(config)
+    fields = f"{division.trainers} machines that train and {division.servers} that serve"
+    if division.nodes != cluster.nodes or division.trainers < 1:
         remedy = (
-            f"is not the sum of {parts}: change cluster.trainer_nodes, inference_nodes or nodes"
+            f"is not the sum of {fields}: change cluster.trainer_nodes, inference_nodes or nodes"
         )
         yield "cluster.nodes", cluster.nodes, remedy
-    if found.servers < 1 and config.starts_inference:
+    if division.servers < 1 and config.starts_inference:
         yield (
             "cluster.inference_nodes",
-            found.servers,
+            division.servers,
             "leaves nobody to sample: give at least 1, or orchestrator.inference_urls",
         )
-    if found.servers and not config.plays:
-        yield "cluster.inference_nodes", found.servers, "has no use without sampling: leave it out"
-    if cluster.min_trainer_nodes and cluster.min_trainer_nodes > found.trainers:
+    if division.servers and not config.plays:
+        yield (
+            "cluster.inference_nodes",
+            division.servers,
+            "has no use without sampling: leave it out",
+        )
+    if cluster.min_trainer_nodes and cluster.min_trainer_nodes > division.trainers:
         yield (
             "cluster.min_trainer_nodes",
             cluster.min_trainer_nodes,
-            f"is more than the {found.trainers} machines that train: lower it",
+            f"is more than the {division.trainers} machines that train: lower it",
         )
     if cluster.index is not None and cluster.index >= cluster.nodes:
         yield "cluster.index", cluster.index, f"must be below cluster.nodes = {cluster.nodes}"
-    if found.servers and config.orchestrator.inference_urls:
+    if division.servers and config.orchestrator.inference_urls:
         yield (
             "cluster.inference_nodes",
-            found.servers,
+            division.servers,
             "is not used with orchestrator.inference_urls: leave either of them out",
         )
     copies, context, experts = (
@@ -140,7 +144,9 @@ def cluster_faults(config: RLConfig) -> Iterator[Fault]:
     )
     ranks = config.trainer.ranks or (0 if is_ratio(config) else count(config.trainer.gpus))
     for machines in (
-        range(cluster.min_trainer_nodes or found.trainers, found.trainers + 1) if ranks else ()
+        range(cluster.min_trainer_nodes or division.trainers, division.trainers + 1)
+        if ranks
+        else ()
     ):
         of = f"the {machines * ranks} ranks of {machines} machines with {ranks} each"
         if (machines * ranks) % (copies * context):
@@ -184,13 +190,13 @@ def slurm_seconds(limit: str) -> int:
     """Returns the seconds of a time limit as `sbatch --time` takes it; 0 for none, and for what
     only Slurm understands."""
     days, dash, clock = limit.rpartition("-")
-    parts = clock.split(":")
+    fields = clock.split(":")
     if (
-        not all(part.isascii() and part.isdigit() for part in [*parts, days or "0"])
-        or len(parts) > 3
+        not all(part.isascii() and part.isdigit() for part in [*fields, days or "0"])
+        or len(fields) > 3
     ):
         return 0
-    unit_s = 3600 if dash or len(parts) == 3 else 60
+    unit_s = 3600 if dash or len(fields) == 3 else 60
     return int(days or 0) * 86400 + sum(
-        int(part) * unit_s // 60**place for place, part in enumerate(parts)
+        int(part) * unit_s // 60**power for power, part in enumerate(fields)
     )

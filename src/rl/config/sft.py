@@ -82,7 +82,7 @@ def with_sft_defaults(values: Any) -> Any:
     ):
         return values
     for section, key, value in (("loss", "type", "cross_entropy"), ("optim", "lr", LEARNING_RATE)):
-        given = trainer.get(section, {})
-        if isinstance(given, dict):
-            trainer = {**trainer, section: {key: value} | given}
+        settings = trainer.get(section, {})
+        if isinstance(settings, dict):
+            trainer = {**trainer, section: {key: value} | settings}
     return {**values, "trainer": trainer}

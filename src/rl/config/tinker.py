@@ -54,22 +54,22 @@ def with_tinker_defaults(values: Any) -> Any:
     played, inference, service = (
         values.get(name) or {} for name in ("orchestrator", "inference", "tinker")
     )
-    if not all(isinstance(one, dict) for one in (loss, played, inference, service)):
+    if not all(isinstance(section, dict) for section in (loss, played, inference, service)):
         return values
-    given = {
+    defaults = {
         "clip": {"delta": math.inf},
         "gspo": {"delta": math.inf},
         "policy_gradient": {"token_mask": EVERYTHING},
     }
-    terms = given.get(loss.get("type", "policy_gradient"), {}) if "function" not in loss else {}
+    terms = defaults.get(loss.get("type", "policy_gradient"), {}) if "function" not in loss else {}
     url = {"base_url": os.environ[BASE_URL]} if os.environ.get(BASE_URL) else {}
     trainer = {**trainer, "gpus": trainer.get("gpus", 0), "loss": {**terms, **loss}}
-    own = {
+    sections = {
         "orchestrator": {"group_size": 16} | played,
         "inference": {"gpus": 0} | inference,
         "tinker": url | service,
     }
-    return {**values, "trainer": trainer, **own}
+    return {**values, "trainer": trainer, **sections}
 
 
 def service_loss(loss: AnyLossConfig) -> tuple[str, dict[str, float]] | None:

@@ -61,16 +61,16 @@ def tinker_faults(config: RLConfig) -> Iterator[Fault]:
     for i, env in enumerate(played.environment):
         key = f"orchestrator.environment.{i}"
         for name, value in config.sampling_of(env).items():
-            place = key if name in env.sampling.model_fields_set else "orchestrator"
+            prefix = key if name in env.sampling.model_fields_set else "orchestrator"
             if name in TRUNCATIONS:
                 yield (
-                    f"{place}.sampling.{name}",
+                    f"{prefix}.sampling.{name}",
                     value,
                     "truncates what is sampled, but not what is trained: leave it out",
                 )
             elif name == "temperature" and value != 1.0:
                 yield (
-                    f"{place}.sampling.temperature",
+                    f"{prefix}.sampling.temperature",
                     value,
                     "the Tinker API trains at temperature 1 alone: set it to 1.0",
                 )

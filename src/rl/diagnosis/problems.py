@@ -11,7 +11,6 @@ from rl.diagnosis.disk import on_disk
 from rl.diagnosis.state import Process, RunState
 from rl.run_dir.checksums import MANIFEST, read_manifest
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.metrics import MOST_NAMES
 from rl.run_dir.safetensors import read_header
 from rl.system.terminal import size, span
 from rl.wire.batch_file import batch_head
@@ -149,16 +148,8 @@ def faults(state: RunState) -> Iterator[tuple[Path, str]]:
 
 
 def doubts(state: RunState) -> Iterator[Problem]:
-    """Yields that some metrics are not shown, and that trainer and inference were not compared
-    before a checkpoint, nor since."""
-    path, name = state.run_dir.metrics, "parity/unjudged"
-    for source, table in state.numbers.tables.items():
-        if table.left_out:
-            text = (
-                f"{path}: has more than {MOST_NAMES:,} metrics of the {source}; the others are "
-                "shown nowhere"
-            )
-            yield Problem(text, serious=False, files=(path,))
+    """Yields that trainer and inference were not compared before a checkpoint, nor since."""
+    name = "parity/unjudged"
     steps, counts = state.numbers.points("trainer", name, last=1)
     if steps > state.numbers.points("trainer", "parity/agrees", last=1)[0]:
         text = f"{unjudged(int(counts[0]))} ({name})"

@@ -1,5 +1,4 @@
-"""The interface of every kind of environment, and the limits common to all. `load.py` chooses the
-kind.
+"""The interface of every kind of environment, and the limits common to all.
 
 CONTRIBUTING.md lists what else a new kind needs.
 """

@@ -18,7 +18,7 @@ from rl.wire.worker_messages import EnvSpec, WorkerSetup
 def load_policy(setup: WorkerSetup) -> Policy:
     """Returns the policy that a worker's episodes ask."""
     if setup.policy.head_server:
-        from rl.envs.nemo_gym.policy import GymPolicy
+        from rl.envs.nemo_gym.serving import GymPolicy
 
         return GymPolicy(setup.policy, setup.env.name)
     return Policy(setup.policy, setup.env.timeout_s)
@@ -54,22 +54,13 @@ def library(spec: EnvSpec) -> str:
     `load` may import it."""
     if spec.head_server:
         return "rl.envs.nemo_gym.environment"
-    is_v1 = spec.kind == "v1" or (spec.kind is None and spec.id and mentions_v1(spec.id))
+    is_v1 = spec.kind == "v1"
+    if spec.id and spec.kind is None:
+        module = module_name(check_installed(spec.id))
+        place = importlib.util.find_spec(module)
+        text = Path(place.origin).read_text(errors="replace") if place and place.origin else ""
+        is_v1 = comes_with_verifiers(module) or "verifiers.v1" in text or "Taskset" in text
     return f"rl.envs.{'v1' if is_v1 else 'classic'}.environment"
-
-
-def mentions_v1(env_id: str) -> bool:
-    module = module_name(check_installed(env_id))
-    found = importlib.util.find_spec(module)
-    folders = (found.submodule_search_locations if found else None) or []
-    files = (
-        [file for folder in folders for file in Path(folder).rglob("*.py")] or [Path(found.origin)]
-        if found and found.origin
-        else []
-    )
-    return comes_with_verifiers(module) or any(
-        "verifiers.v1" in file.read_text(errors="replace") for file in files
-    )
 
 
 def is_v1(env_id: str) -> bool:

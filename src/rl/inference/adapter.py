@@ -76,33 +76,34 @@ def is_adapter(folder: Path) -> bool:
 def read_adapter(folder: Path) -> Adapter:
     """Reads the settings and the header of the weights. Raises RunError if they are damaged or
     not a plain LoRA."""
+    path = folder / CONFIG
     try:
-        fields = json.loads((folder / CONFIG).read_text())
-        base, rank, alpha = (
-            Path(fields["base_model_name_or_path"]),
-            int(fields["r"]),
-            float(fields["lora_alpha"]),
-        )
+        fields = json.loads(path.read_text())
+        base, rank = Path(fields["base_model_name_or_path"]), int(fields["r"])
+        alpha = float(fields["lora_alpha"])
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise RunError(
-            f"{folder / CONFIG}: not readable as the settings of a LoRA adapter: {error!r}"
+            f"{path}: not readable as the settings of a LoRA adapter: {error!r}"
         ) from None
-    special = [key for key, allowed in PLAIN.items() if fields.get(key) not in allowed] + [
-        key for key in ABSENT if fields.get(key)
-    ]
+    special = {
+        key: fields.get(key) for key, allowed in PLAIN.items() if fields.get(key) not in allowed
+    }
+    special |= {key: fields[key] for key in ABSENT if fields.get(key)}
     if special:
-        found = (
-            ", ".join(f"{key} = {fields[key]!r}" for key in special if key in fields)
-            or f"no {special[0]}"
-        )
+        shown = ", ".join(f"{key} = {value!r}" for key, value in special.items())
         raise RunError(
-            f"{folder / CONFIG}: {found}: only plain LoRA adapters can be served; merge it "
-            "into its base with peft"
+            f"{path}: {shown}: only plain LoRA adapters can be served; merge it into its base "
+            "with peft"
         )
-    rooted, transposed = bool(fields.get("use_rslora")), bool(fields.get("fan_in_fan_out"))
-    stacked = tuple(fields.get("target_parameters") or ())
     return Adapter(
-        folder, base, rank, alpha, rooted, transposed, read_header(folder / WEIGHTS), stacked
+        folder,
+        base,
+        rank,
+        alpha,
+        bool(fields.get("use_rslora")),
+        bool(fields.get("fan_in_fan_out")),
+        read_header(folder / WEIGHTS),
+        tuple(fields.get("target_parameters") or ()),
     )
 
 
@@ -112,7 +113,8 @@ def layers_in_files(adapter: Adapter, base: Path, names: Iterable[str]) -> dict[
     layers = {f"{layer}.weight": layer for layer in adapter.layers}
     if layers.keys() <= set(names):
         return layers
-    return {name: layers[own] for name, own in trained_names(base, names).items() if own in layers}
+    trained = trained_names(base, names).items()
+    return {name: layers[ours] for name, ours in trained if ours in layers}
 
 
 def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
@@ -125,47 +127,33 @@ def check_adapter(adapter: Adapter, base: Path, expected: Tensors) -> None:
         raise RunError(
             f"{adapter.folder} is an adapter of {adapter.base}; this server was started with {base}"
         )
-    faults = [
-        f"{name} is not a factor of a matrix"
-        for name in adapter.tensors
-        if not name.endswith((A, B))
-    ]
-    found = {
-        name.removeprefix(PREFIX).removesuffix(B) for name in adapter.tensors if name.endswith(B)
-    }
-    faults += [f"{layer} has only one of its two factors" for layer in found ^ set(adapter.layers)]
-    experts = ExpertUpdates(adapter, base) if adapter.stacked else None
+    tensors, experts = adapter.tensors, ExpertUpdates(adapter, base) if adapter.stacked else None
+    others = [name for name in tensors if not name.endswith((A, B))]
+    faults = [f"{name} is not a factor of a matrix" for name in others]
+    with_b = {name.removeprefix(PREFIX).removesuffix(B) for name in tensors if name.endswith(B)}
+    with_a = set(adapter.layers)
+    faults += [f"{layer} has only one of its two factors" for layer in with_b ^ with_a]
     if experts:
         faults += experts.faults(expected)
-    matrices = {
-        layer: expected[name] for name, layer in layers_in_files(adapter, base, expected).items()
-    }
-    for layer in (found & set(adapter.layers)).difference(
-        experts.layers.values() if experts else ()
-    ):
-        (rank, width), (height, rank_b) = (
-            adapter.tensors[PREFIX + layer + end].shape for end in (A, B)
-        )
-        matrix = matrices.get(layer)
-        if matrix is None:
+    names = {layer: name for name, layer in layers_in_files(adapter, base, expected).items()}
+    for layer in (with_b & with_a).difference(experts.layers.values() if experts else ()):
+        (rank, width), (height, rank_b) = (tensors[PREFIX + layer + end].shape for end in (A, B))
+        shapes = {(height, width), (width, height) if adapter.transposed else ()}
+        if layer not in names:
             faults.append(f"{layer}.weight is not in the model")
-        elif rank != rank_b or matrix.shape not in {
-            (height, width),
-            (width, height) if adapter.transposed else (),
-        }:
+        elif rank != rank_b or expected[names[layer]].shape not in shapes:
             faults.append(
                 f"{layer} has factors {[height, rank_b]} x {[rank, width]}, the model "
-                f"{list(matrix.shape)}"
+                f"{list(expected[names[layer]].shape)}"
             )
     refuse_faults(adapter.folder, faults)
 
 
-def same_files(one: Path, other: Path) -> bool:
+def same_files(model: Path, other: Path) -> bool:
     """Whether two models have the same weight files on disk: one may be a folder of links with
     another chat template."""
-    return [file.resolve() for file in weight_files(one)] == [
-        file.resolve() for file in weight_files(other)
-    ]
+    ours, theirs = ([file.resolve() for file in weight_files(path)] for path in (model, other))
+    return ours == theirs
 
 
 def merge(
@@ -189,13 +177,11 @@ def merge(
                 if name not in ready:
                     source = experts.sources[name]
                     ready |= experts.update(source, *factors(experts.layers[source]))
-                yield name, weight.float() + ready.pop(name)
+                weight = weight.float() + ready.pop(name)
             elif name in layers:
-                a, b = factors(layers[name])  # [rank, in], [out, rank]
-                update = adapter.update(a, b)
-                yield name, weight.float() + (update.T if adapter.transposed else update)
-            else:
-                yield name, weight
+                update = adapter.update(*factors(layers[name]))  # [rank, in], [out, rank]
+                weight = weight.float() + (update.T if adapter.transposed else update)
+            yield name, weight
 
 
 class ExpertUpdates:
@@ -213,18 +199,14 @@ class ExpertUpdates:
         self.shapes: dict[str, list[int]] = {}
         ends = tuple(f".{name}" for name in adapter.stacked)
         for path, module in self.model.named_modules():
-            names = [
-                f"{path}.{name}"
-                for name, _ in module.named_parameters(recurse=False)
-                if f".{path}.{name}".endswith(ends)
-            ]
-            self.layers |= {
-                name: path + ".base_layer" * (len(names) - 1 - i) for i, name in enumerate(names)
-            }
+            names = [f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            stacked = [name for name in names if f".{name}".endswith(ends)]
+            for depth, name in enumerate(reversed(stacked)):
+                self.layers[name] = path + ".base_layer" * depth
         for source in self.layers:
-            found = self.in_files(source, self.model.get_parameter(source).detach())
-            self.sources |= dict.fromkeys(found, source)
-            self.shapes |= {name: list(tensor.shape) for name, tensor in found.items()}
+            tensors = self.in_files(source, self.model.get_parameter(source).detach())
+            self.sources |= dict.fromkeys(tensors, source)
+            self.shapes |= {name: list(tensor.shape) for name, tensor in tensors.items()}
 
     def in_files(self, name: str, tensor: "Tensor") -> "dict[str, Tensor]":
         """Divides a tensor of the model into those that its files have."""
@@ -235,16 +217,12 @@ class ExpertUpdates:
     def update(self, source: str, a: "Tensor", b: "Tensor") -> "dict[str, Tensor]":
         """Returns the updates of a parameter's tensors. `a`: [experts * rank, in], `b`: [out,
         rank * experts], as peft stacks them."""
-        module, experts = (
-            self.model.get_submodule(source.rpartition(".")[0]),
-            len(self.model.get_parameter(source)),
-        )
-        update = self.adapter.update(
-            a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
-        )
-        return self.in_files(
-            source, update.mT if getattr(module, "is_transposed", False) else update
-        )
+        module = self.model.get_submodule(source.rpartition(".")[0])
+        experts = len(self.model.get_parameter(source))
+        a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+        update = self.adapter.update(a, b)
+        is_transposed = getattr(module, "is_transposed", False)
+        return self.in_files(source, update.mT if is_transposed else update)
 
     def faults(self, expected: Tensors) -> list[str]:
         """Says which updates do not fit tensors of the model's files, `expected`."""

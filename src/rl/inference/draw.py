@@ -1,13 +1,15 @@
 """Draws tokens on the CPU in three passes over the logits; vLLM's sampler makes a dozen, and
 takes a random number for each token of the vocabulary."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import Sampler
 
 BLOCK = 1024
 """Tokens per block (the last may be shorter); a search over the blocks precedes one inside a
@@ -25,14 +27,14 @@ cannot do that, and the engine dies."""
 MASK = 2**64 - 1
 
 
-def carry_seed(params: "SamplingParams") -> None:
+def carry_seed(params: SamplingParams) -> None:
     """Moves a request's seed to the place where the draw on the CPU looks for it."""
     if params.seed is not None:
         params.extra_args = {**(params.extra_args or {}), SEED: params.seed}
         params.seed = None
 
 
-def carried_seed(params: "SamplingParams | None") -> int | None:
+def carried_seed(params: SamplingParams | None) -> int | None:
     """The seed of a request; None if it has none."""
     return params.extra_args.get(SEED) if params is not None and params.extra_args else None
 
@@ -78,8 +80,8 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     tokens = block * BLOCK + torch.arange(min(BLOCK, vocabulary))
     # 0 past the end, but nan stays nan
     inside = logits.gather(1, tokens.clamp(max=vocabulary - 1)).mul_(tokens < vocabulary)
-    place = first_above(inside.cumsum(dim=-1, dtype=torch.float64), wanted - before)
-    return tokens.gather(1, place).clamp_(max=vocabulary - 1), inside.gather(1, place).log()
+    index = first_above(inside.cumsum(dim=-1, dtype=torch.float64), wanted - before)
+    return tokens.gather(1, index).clamp_(max=vocabulary - 1), inside.gather(1, index).log()
 
 
 def block_sums(probabilities: Tensor) -> Tensor:
@@ -97,3 +99,83 @@ def first_above(ends: Tensor, wanted: Tensor) -> Tensor:
     return torch.searchsorted(ends, torch.minimum(wanted, below), right=True).clamp_(
         max=ends.shape[1] - 1
     )
+
+
+def uniforms(runner: Any, rows: int) -> Tensor:
+    """A random number in [0, 1) for each row of the runner's batch, derived from the seed if its
+    request has one; [rows], float64."""
+    uniform = torch.rand(rows, dtype=torch.float64)
+    for row, name in enumerate(runner.input_batch.req_ids[:rows]):
+        request = runner.requests[name]
+        if (seed := carried_seed(request.sampling_params)) is not None:
+            uniform[row] = counted_uniform(seed, len(request.output_token_ids))
+    return uniform
+
+
+class Drawing(torch.nn.Module):
+    """Replaces vLLM's draw by `draw`. vLLM's makes different tokens from the same seed, and a
+    request's tokens must not depend on whether another one in the batch is greedy or wants more
+    log-probabilities."""
+
+    def __init__(self, runner: Any):
+        super().__init__()
+        self.runner = runner
+
+    def forward(
+        self, logits: Tensor, _generators: object, top_k: Tensor | None, top_p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the tokens [rows] and the log-probabilities of the distributions that they are
+        drawn from [rows, vocabulary]."""
+        logits = apply_top_k_top_p(logits, top_k, top_p)
+        logprobs = logits.log_softmax(dim=-1)
+        tokens, _ = draw(logits, uniforms(self.runner, len(logits)))
+        return tokens.squeeze(1), logprobs
+
+
+class DrawingSampler(Sampler):
+    """vLLM's sampler with our draw. It takes fewer steps if all requests are random and want only
+    the log-probability of the sampled token, as those of a run do: vLLM's own up to top_k and
+    top_p, then `draw`. The rank of the sampled token is then reported as 0.
+    """
+
+    kept = torch.empty(0)
+    """Reused memory for logits in float32; allocating it anew costs more than the copy."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__("processed_logprobs")
+        self.runner, self.topk_topp_sampler = runner, Drawing(runner)
+
+    def forward(
+        self,
+        logits: Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> SamplerOutput:
+        wanted = sampling_metadata
+        is_plain = wanted.all_random and wanted.max_num_logprobs == 0
+        if not is_plain or wanted.logprob_token_ids or logprobs_mode_override:
+            return super().forward(logits, wanted, predict_bonus_token, logprobs_mode_override)
+        logits = self.apply_logits_processors(self.in_float32(logits), wanted, predict_bonus_token)
+        if (wanted.temperature != 1).any():
+            logits = self.apply_temperature(logits, wanted.temperature, all_random=True)
+        for processor in wanted.logitsprocs.argmax_invariant:
+            logits = processor.apply(logits)
+        logits = apply_top_k_top_p(logits, wanted.top_k, wanted.top_p)
+        tokens, logprobs = draw(logits, uniforms(self.runner, len(logits)))
+        tokens, ranks = tokens.to(torch.int32), torch.zeros(len(tokens), dtype=torch.int64)
+        return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, ranks))
+
+    def in_float32(self, logits: Tensor) -> Tensor:
+        """The logits themselves, or a float32 copy that is valid until the next step."""
+        if logits.dtype == torch.float32:
+            return logits
+        if self.kept.numel() < logits.numel():
+            self.kept = torch.empty(logits.numel())
+        return self.kept[: logits.numel()].view_as(logits).copy_(logits)
+
+
+def speed_up(runner: Any) -> None:
+    """Installs the sampler in a CPU's model runner. With speculative decoding it stays vLLM's."""
+    if type(runner.sampler) is Sampler and runner.speculative_config is None:
+        runner.sampler = DrawingSampler(runner)

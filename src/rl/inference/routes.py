@@ -17,7 +17,7 @@ from rl.run_dir.files import UNREADABLE
 from rl.system.errors import RunError
 from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
-from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
+from rl.wire.messages import GenerateRequest, LoadWeightsRequest, Sampling
 
 
 class AnswersRequest(Struct, forbid_unknown_fields=True):

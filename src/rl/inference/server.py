@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import importlib
 import os
 import secrets
 import signal
@@ -88,14 +87,6 @@ def cpu_kv_cache_bytes(config: Any) -> int:
     return max(4 * sequence, min(CPU_KV_SEQUENCES * sequence, memory_bytes()[0] // 6))
 
 
-def suit_cpu(config: Any) -> None:
-    """Completes vLLM's configuration for the CPU: kernels and KV memory."""
-    # registers its kernels before vLLM chooses among them
-    importlib.import_module("rl.inference.eager")
-    if config.cache_config.kv_cache_memory_bytes is None:
-        config.cache_config.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
-
-
 def confuses_states(config: Any) -> bool:
     """Whether vLLM would give requests the states of others: its build for CPUs keeps one
     Mamba-2 state per request but, with prefix caching, looks states up by chunks of prompts (an
@@ -169,8 +160,9 @@ def running_engine(args: Namespace):
             remedy = "lower model.max_model_len. vLLM's words: " if "max_model_len" in text else ""
             raise ConfigError(f"vLLM refuses the model or its settings: {remedy}{text}") from error
     check_experts(config)
-    if config.device_config.device_type == "cpu":
-        suit_cpu(config)
+    on_cpu, cache = config.device_config.device_type == "cpu", config.cache_config
+    if on_cpu and cache.kv_cache_memory_bytes is None:
+        cache.kv_cache_memory_bytes = cpu_kv_cache_bytes(config)
     engine_process.fork_engine(config, method)
     engine = VersionedEngine.from_vllm_config(
         config, usage_context=context, disable_log_stats=args.disable_log_stats
@@ -255,7 +247,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
 async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") -> str:
     """Runs the HTTP server until it ends; returns why the engine can no longer be used, or ""."""
     from rl.wire import serving
-    from rl.wire.token_gate import Gate
+    from rl.wire.gate import Gate
 
     async def end_with_engine() -> None:
         raise RunError(await death)

@@ -39,11 +39,8 @@ PROCESSED = "_already_called_process_weights_after_loading"
 def can_stage(config: VllmConfig) -> bool:
     """Whether `Staged` works: packed formats of quantized weights have their own state, and
     adapters and drafts their own modules."""
-    return (
-        config.model_config.quantization is None
-        and config.lora_config is None
-        and config.speculative_config is None
-    )
+    special = (config.model_config.quantization, config.lora_config, config.speculative_config)
+    return all(setting is None for setting in special)
 
 
 class Staged:
@@ -89,9 +86,8 @@ class Staged:
         if self.in_host:
             self.copy_in_place(others)
         else:
-            before = [
-                exchange(live, twin, self.twins, take_memory) for live, twin in others.items()
-            ]
+            for live, twin in others.items():
+                before.append(exchange(live, twin, self.twins, take_memory))
         for module in attention:  # its scales, and what it derives from other layers' weights
             module.process_weights_after_loading(self.config.model_config.dtype)
         return before
@@ -113,33 +109,27 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Maps every module of the model to a twin with its own tensors, laid out as before loading;
     everything else is shared, not copied."""
     twins: dict[nn.Module, nn.Module] = {}
+    on_cpu = current_platform.is_cpu()
     for live in model.modules():
         twin = twins[live] = object.__new__(type(live))
         twin.__dict__.update(live.__dict__)
         twin.__dict__.pop(PROCESSED, None)
         if "quant_method" in live.__dict__:
-            twin.__dict__["quant_method"] = copy.copy(live.__dict__["quant_method"])
+            method = twin.__dict__["quant_method"] = copy.copy(live.__dict__["quant_method"])
+            if on_cpu and getattr(method, "moe_kernel", None) is not None:
+                # experts are packed when their kernel is made, and only then
+                method.moe_kernel = None
     tensors: dict[int, Tensor] = {}  # by the live tensor: what is tied stays tied
     for live, twin in twins.items():
-        twin.__dict__["_modules"] = {
-            name: twins.get(child) for name, child in live._modules.items()
-        }
+        children = live._modules.items()
+        twin.__dict__["_modules"] = {name: twins.get(child) for name, child in children}
         # the names before packing, and the current ones
         names = {**get_layerwise_info(live).restore_metadata[0], **live._parameters}
-        twin.__dict__["_parameters"] = {
-            name: twin_parameter(live, twin, name, tensors) for name in names
-        }
+        parameters = {name: twin_parameter(live, twin, name, tensors) for name in names}
+        twin.__dict__["_parameters"] = parameters
     for live, twin in twins.items():  # after all parameters, since a buffer may be a view of one
-        twin.__dict__["_buffers"] = {
-            name: twin_buffer(live, name, tensors) for name in live._buffers
-        }
-    for twin in twins.values():
-        if (
-            current_platform.is_cpu()
-            and getattr(getattr(twin, "quant_method", None), "moe_kernel", None) is not None
-        ):
-            # experts are packed when their kernel is made, and only then
-            twin.quant_method.moe_kernel = None
+        buffers = {name: twin_buffer(live, name, tensors) for name in live._buffers}
+        twin.__dict__["_buffers"] = buffers
     return twins
 
 
@@ -149,32 +139,24 @@ def twin_parameter(
     """An empty parameter as it was before loading; a copy where vLLM keeps no record (biases and
     the like are never packed)."""
     now, record = live._parameters.get(name), get_layerwise_info(live).restore_metadata[0].get(name)
-    if now is None and record is None:
+    if now is not None and id(now) in tensors:
+        return tensors[id(now)]
+    if record is not None:
+        new = restore_layer_refs(materialize_meta_tensor(record), twin)
+        if not current_platform.is_cpu():
+            new.data = new.data.pin_memory()  # for a fast transfer
+    elif now is not None:
+        new = nn.Parameter(now.detach().clone(), requires_grad=False)
+        new.__class__ = type(now)
+        for key, value in now.__dict__.items():
+            if isinstance(value, MethodType) and value.__self__ is live:
+                value = value.__func__.__get__(twin)
+            new.__dict__[key] = value
+    else:
         return None
-    if now is None or id(now) not in tensors:
-        if record is not None:
-            new = restore_layer_refs(materialize_meta_tensor(record), twin)
-            if not current_platform.is_cpu():
-                new.data = new.data.pin_memory()  # for a fast transfer
-        else:
-            new = nn.Parameter(now.detach().clone(), requires_grad=False)
-            new.__class__ = type(now)
-            new.__dict__.update(
-                {key: rebound(value, live, twin) for key, value in now.__dict__.items()}
-            )
-        if now is None:
-            return new
+    if now is not None:
         tensors[id(now)] = new
-    return tensors[id(now)]
-
-
-def rebound(value: Any, live: nn.Module, twin: nn.Module) -> Any:
-    """A method of `live` bound to `twin` instead; any other value unchanged."""
-    return (
-        value.__func__.__get__(twin)
-        if isinstance(value, MethodType) and value.__self__ is live
-        else value
-    )
+    return new
 
 
 def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tensor | None:
@@ -182,19 +164,23 @@ def twin_buffer(live: nn.Module, name: str, tensors: dict[int, Tensor]) -> Tenso
     (Mamba-2's convolutions) becomes the same view of the twin's parameter; other non-persistent
     buffers (rotary tables) never change and are shared."""
     now = live._buffers[name]
-    if now is None or name in live._non_persistent_buffers_set:
-        viewed = None if now is None else tensors.get(id(now._base))
-        return (
-            now
-            if viewed is None
-            else viewed.data.as_strided(now.size(), now.stride(), now.storage_offset())
-        )
-    return tensors.setdefault(id(now), now.clone())
+    if now is None:
+        return None
+    if name not in live._non_persistent_buffers_set:
+        return tensors.setdefault(id(now), now.clone())
+    if (viewed := tensors.get(id(now._base))) is None:
+        return now
+    return viewed.data.as_strided(now.size(), now.stride(), now.storage_offset())
+
+
+def pairs_of(live: nn.Module, twin: nn.Module) -> tuple[tuple[dict, dict], ...]:
+    """The parameters of both modules, and their buffers."""
+    return (live._parameters, twin._parameters), (live._buffers, twin._buffers)
 
 
 def move(twin: nn.Module, live: nn.Module) -> None:
     """Moves the tensors of a twin to the device of the live module's."""
-    for ours, theirs in ((live._parameters, twin._parameters), (live._buffers, twin._buffers)):
+    for ours, theirs in pairs_of(live, twin):
         device = next((old.device for old in ours.values() if old is not None), None)
         for tensor in theirs.values():
             if tensor is not None and device is not None:
@@ -224,7 +210,7 @@ def exchange(
     them, and captured graphs, see those.
     """
     before: list[Any] = []
-    for ours, theirs in ((live._parameters, twin._parameters), (live._buffers, twin._buffers)):
+    for ours, theirs in pairs_of(live, twin):
         for name, new in theirs.items():
             old = ours.get(name)
             if old is None or new is None:
@@ -236,17 +222,20 @@ def exchange(
                 # alive
                 new.__dict__.clear()
     for name, child in twin._modules.items():
-        if child is not twins.get(live._modules.get(name)):  # type: ignore[arg-type]
-            before.append(live._modules.get(name))
+        old = live._modules.get(name)
+        if child is not twins.get(old):  # type: ignore[arg-type]
+            before.append(old)
             live._modules[name] = child
+    ours = live.__dict__
     for key, value in twin.__dict__.items():
+        old = ours.get(key)
         if key == "quant_method":
-            before.append(dict(live.__dict__[key].__dict__))
-            live.__dict__[key].__dict__.update(value.__dict__)
-        elif key not in STRUCTURE and live.__dict__.get(key) is not value:
-            before.append(live.__dict__.get(key))
-            if isinstance(value, Tensor) and isinstance(before[-1], Tensor):
-                put(before[-1], value)
+            before.append(dict(old.__dict__))
+            old.__dict__.update(value.__dict__)
+        elif key not in STRUCTURE and old is not value:
+            before.append(old)
+            if isinstance(value, Tensor) and isinstance(old, Tensor):
+                put(old, value)
             else:
-                live.__dict__[key] = value
+                ours[key] = value
     return before

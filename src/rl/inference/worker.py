@@ -57,11 +57,11 @@ class WeightLoader:
         return is_here
 
     def prepare_cpu(self) -> None:
-        """Replaces vLLM's draws, norms and counts by our own, enables AMX for its attention, and
+        """Replaces vLLM's draws and counts by our own, enables AMX for its attention, and
         leaves the processors to others while several workers wait for orders."""
         from vllm.distributed import utils
 
-        from rl.inference.eager import speed_up
+        from rl.inference.draw import speed_up
 
         # Workers wait in a loop around sched_yield. Beside a thread that polls, as a reader over
         # the network, Linux 6.18 with autogroups

@@ -39,38 +39,25 @@ EVERY_S = 60.0
 """Minimum seconds between two pictures during a run."""
 SHARE = 0.02
 """Maximum share of one core's time spent on them."""
-Series = tuple[str, str, str]
-"""Source, metric, label."""
-PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
-    (
-        "share of the rollouts",
-        (
-            ("orchestrator", "rollouts/zero_advantage", "without signal"),
-            ("orchestrator", "rollouts/truncated", "truncated"),
-            ("orchestrator", "rollouts/errored", "failed"),
-        ),
-    ),
-    ("tokens a rollout", (("orchestrator", "rollouts/length_mean", ""),)),
-    ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
-    ("lag, versions", (("orchestrator", "lag/max", "max"), ("orchestrator", "lag/mean", "mean"))),
-    ("mismatch KL of the trained version", (("trainer", "mismatch_kl/mean", ""),)),
-    ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
-    (
-        "rollouts a step",
-        (
-            ("orchestrator", "rollouts/finished", "finished"),
-            ("orchestrator", "rollouts/trained", "trained"),
-        ),
-    ),
-)
-"""Title and curves of the panels between the first and the last."""
-SFT_PANELS: tuple[tuple[str, tuple[Series, ...]], ...] = (
-    ("entropy, nats a token", (("trainer", "entropy/mean", ""),)),
-    ("gradient norm", (("trainer", "optim/grad_norm", ""),)),
-    ("learning rate", (("trainer", "optim/lr", ""),)),
-    ("tokens a second", (("trainer", "perf/tokens_per_s", ""),)),
-)
-"""Title and curves of these panels in supervised fine-tuning."""
+PANELS = {
+    "share of the rollouts": "orchestrator rollouts/zero_advantage without signal, "
+    "orchestrator rollouts/truncated truncated, orchestrator rollouts/errored failed",
+    "tokens a rollout": "orchestrator rollouts/length_mean",
+    "entropy, nats a token": "trainer entropy/mean",
+    "lag, versions": "orchestrator lag/max max, orchestrator lag/mean mean",
+    "mismatch KL of the trained version": "trainer mismatch_kl/mean",
+    "gradient norm": "trainer optim/grad_norm",
+    "rollouts a step": "orchestrator rollouts/finished finished, "
+    "orchestrator rollouts/trained trained",
+}
+"""Title of a panel between the first and the last -> source, metric and label of its curves."""
+SFT_PANELS = {
+    "entropy, nats a token": "trainer entropy/mean",
+    "gradient norm": "trainer optim/grad_norm",
+    "learning rate": "trainer optim/lr",
+    "tokens a second": "trainer perf/tokens_per_s",
+}
+"""The same in supervised fine-tuning."""
 
 
 def eval_curves(numbers: Numbers) -> dict[str, Points]:
@@ -223,12 +210,14 @@ def draw_curves(numbers: Numbers, path: Path, title: str) -> None:
     panels = list(figure.subplots(rows, 3).flat)
     first, *middle, last = panels
     draw_first(first, numbers, sft)
-    for panel, (name, series) in zip(middle, SFT_PANELS if sft else PANELS, strict=True):
-        for source, metric, label in series:
-            panel.plot(*numbers.points(source, metric), label=label)
-        panel.set_title(name)
-        if len(series) > 1:
-            panel.legend(loc="best")
+    titles = SFT_PANELS if sft else PANELS
+    for panel, (title, curves) in zip(middle, titles.items(), strict=True):
+        panel.set_title(title)
+        for curve in curves.split(", "):
+            source, metric, *label = curve.split(" ", 2)
+            panel.plot(*numbers.points(source, metric), label="".join(label))
+            if label:
+                panel.legend(loc="best")
     last.plot(*numbers.points("trainer", "time/step"), label="whole step")
     waits = numbers.points("trainer", "time/wait_for_batch")
     last.fill_between(*waits, alpha=0.4, label="trainer waits for the batch")
@@ -247,12 +236,12 @@ def drawn_parts(numbers: Numbers) -> dict[str, Points]:
     """Returns the parts of rewards to draw with the rewards: at least two, within 0 to 1, and
     not constant."""
     curves = {name: numbers.points("orchestrator", name) for name in reward_parts(numbers)}
-    found = {
+    within = {
         name: points
         for name, points in curves.items()
         if points[1] and 0 <= min(points[1]) < max(points[1]) <= 1
     }
-    return found if 1 < len(found) <= MOST_PARTS else {}
+    return within if 1 < len(within) <= MOST_PARTS else {}
 
 
 def draw_first(panel: Any, numbers: Numbers, sft: bool) -> None:

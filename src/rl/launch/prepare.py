@@ -35,55 +35,26 @@ from rl.run_dir.paths import RunDir, is_run, numbered, numbers
 from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
 from rl.system.errors import CANNOT_WRITE, RunError
 
-MAY_CHANGE = (
-    "name",
-    "output_dir",
-    "max_steps",
-    "wandb",
-    "tensorboard",
-    "trainer.gpus",
-    "trainer.cpus",
-    "trainer.ranks",
-    "trainer.micro_batch_tokens",
-    "trainer.dp_replicate",
-    "trainer.context_parallel",
-    "trainer.expert_parallel",
-    "trainer.activation_checkpointing",
-    "trainer.attention",
-    "trainer.compile",
-    "trainer.strict_parity",
-    "trainer.checkpoint",
-    "trainer.token_log",
-    "trainer.weights.keep_last",
-    "trainer.weights.keep_every",
-    "trainer.weights.anchor_every",
-    "trainer.weights.transport",
-    "sft.validation_interval",
-    "orchestrator.eval",
-    "orchestrator.metrics",
-    "orchestrator.batches",
-    "orchestrator.rollouts",
-    "orchestrator.environment.*.reward (content of *)",
-    "orchestrator.environment.*.workers",
-    "orchestrator.environment.*.max_generating",
-    "orchestrator.environment.*.max_scoring",
-    "orchestrator.inference_urls",
-    "orchestrator.*teacher.base_url",
-    "orchestrator.*teacher.api_key_var",
-    "orchestrator.*teacher.timeout_s",
-    "orchestrator.host",
-    "orchestrator.port",
-    "orchestrator.rollout_retries",
-    "orchestrator.show_rollout_every",
-    "orchestrator.worker_memory_gib",
-    "inference",
-    "supervisor",
-    "serve",
-    "tinker.base_url",
-    "cluster",
-    "*.function (content of *)",
-    "*_timeout_s",
-)
+MAY_CHANGE = [
+    pattern
+    for line in (
+        "name, output_dir, max_steps, wandb, tensorboard, trainer.gpus, trainer.cpus",
+        "trainer.ranks, trainer.micro_batch_tokens, trainer.dp_replicate",
+        "trainer.context_parallel, trainer.expert_parallel, trainer.activation_checkpointing",
+        "trainer.attention, trainer.compile, trainer.strict_parity, trainer.checkpoint",
+        "trainer.token_log, trainer.weights.keep_last, trainer.weights.keep_every",
+        "trainer.weights.anchor_every, trainer.weights.transport, sft.validation_interval",
+        "orchestrator.eval, orchestrator.metrics, orchestrator.batches, orchestrator.rollouts",
+        "orchestrator.environment.*.reward (content of *), orchestrator.environment.*.workers",
+        "orchestrator.environment.*.max_generating, orchestrator.environment.*.max_scoring",
+        "orchestrator.inference_urls, orchestrator.*teacher.base_url",
+        "orchestrator.*teacher.api_key_var, orchestrator.*teacher.timeout_s, orchestrator.host",
+        "orchestrator.port, orchestrator.rollout_retries, orchestrator.show_rollout_every",
+        "orchestrator.worker_memory_gib, inference, supervisor, serve, tinker.base_url, cluster",
+        "*.function (content of *), *_timeout_s",
+    )
+    for pattern in line.split(", ")
+]
 """Settings and whole sections that a resume may change: how long, where and how fast, but not
 what is learned. Another machine, other timeouts or more steps continue the same experiment;
 another model, data or loss would be a new one."""
@@ -132,9 +103,9 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         clean_leftovers(*{*run_dir.folders} - {run_dir.status_dir}, ours="")
         # not all: further servers on other hosts may be writing there
         clean_leftovers(run_dir.status_dir, ours="" if clean else None)
-        made = run_dir.anything_made()
+        has_work = run_dir.anything_made()
         continues = resume is not None and (
-            made or resume > 0 or not refusals(as_written(root), config)
+            has_work or resume > 0 or not refusals(as_written(root), config)
         )
         if continues:
             same = not changed_keys(as_written(root), config)
@@ -161,18 +132,18 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
 def begin_run(run_dir: RunDir, lease: Lease, clean: bool) -> list[str]:
     """Empties the directory of an earlier run: with --clean, or if it has made nothing, as after a
     failed start; then logs and events stay. Returns notes for the console. Raises RunError."""
-    root, made, exists = run_dir.root, run_dir.anything_made(), is_run(run_dir.root)
+    root, has_work, exists = run_dir.root, run_dir.anything_made(), is_run(run_dir.root)
     if clean:
         origin = read_origin(run_dir)
-        clean_run(run_dir, lease, run_dir.cleaned if made else None)
+        clean_run(run_dir, lease, run_dir.cleaned if has_work else None)
         base = f", a {origin}: the new run begins at the base model" if origin else ""
         until = (
             " as soon as this one has finished a group or a step; until then it is in "
             f"{run_dir.cleaned}"
         )
-        text = f"deletes the run in {root}{until}" if made else f"deleted the run in {root}"
+        text = f"deletes the run in {root}{until}" if has_work else f"deleted the run in {root}"
         return [text + base] if exists else []
-    if made:
+    if has_work:
         raise RunError(f"{root} exists: {REMEDY}")
     for name in ("batches", "rollouts_dir", "digests_dir", "tokens_dir", "spans", "evals", "data"):
         shutil.rmtree(getattr(run_dir, name), ignore_errors=True)

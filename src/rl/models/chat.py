@@ -163,7 +163,7 @@ def read_calls(text: str) -> tuple[str, list[tuple[str, str]], list[str]]:
             calls.append(call)
         else:
             bad.append(text[start:at])
-            kept += text[start:at]
+            kept += bad[-1]
     kept += text[at:]
     return (kept.strip() if calls else kept), calls, bad
 
@@ -171,34 +171,25 @@ def read_calls(text: str) -> tuple[str, list[tuple[str, str]], list[str]]:
 def read_call(text: str, start: int) -> tuple[tuple[str, str] | None, int]:
     """Returns the call in the block at `start` (None if invalid), and where the block ends. A
     closing tag in a JSON string is ignored."""
-    body = SPACE.match(text, start + len(CALL)).end()
+    call, end = None, SPACE.match(text, start + len(CALL)).end()
     try:
-        value, end = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode(text, body)
+        value, end = json.JSONDecoder(object_pairs_hook=without_duplicates).raw_decode(text, end)
     # not JSON, a key twice, or more digits or nesting than Python parses, as a looping policy
     # writes
     except (ValueError, RecursionError):
-        return None, END_OF_BAD_CALL.search(text, body).end()
-    closing = CLOSE.match(text, end)
-    call = call_of(value) if closing and isinstance(value, dict) else None
-    return call, closing.end() if closing else END_OF_BAD_CALL.search(text, end).end()
-
-
-def call_of(value: dict[str, Any]) -> tuple[str, str] | None:
-    """The call that an object of JSON is. One without arguments has nothing else that could be
-    meant as such, like `parameters`."""
-    others = value.keys() - {"name", "arguments", "id", "type"}
-    return None if others else checked_call(value.get("name"), value.get("arguments", {}))
+        return None, END_OF_BAD_CALL.search(text, end).end()
+    # One without arguments has nothing else that could be meant as such, like `parameters`.
+    if isinstance(value, dict) and not value.keys() - {"name", "arguments", "id", "type"}:
+        call = checked_call(value.get("name"), value.get("arguments", {}))
+    if closing := CLOSE.match(text, end):
+        return call, closing.end()
+    return None, END_OF_BAD_CALL.search(text, end).end()
 
 
 def checked_call(name: object, arguments: object) -> tuple[str, str] | None:
     """(name, arguments as JSON text) if they are a name and an object that every JSON parser
     accepts; else None."""
-    if (
-        not isinstance(name, str)
-        or not name
-        or not is_unicode(name)
-        or not isinstance(arguments, dict)
-    ):
+    if not (isinstance(name, str) and name and is_unicode(name) and isinstance(arguments, dict)):
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

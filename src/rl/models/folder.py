@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +58,34 @@ def resolve_model(
 ) -> str:
     """The absolute path of a complete Hugging Face folder for `model`, downloaded if necessary,
     without `needs_weights` perhaps only its small files. Raises RunError naming missing parts."""
-    if Path(model.name).expanduser().is_dir():
-        folder = Path(model.name).expanduser().resolve()
+    what, folder = f"model.name = {model.name!r}", Path(model.name).expanduser()
+    if folder.is_dir():
+        folder = folder.resolve()
     elif model.name.startswith((".", "/", "~")) or model.name.count("/") > 1:
         raise RunError(
-            f"model.name = {model.name!r}: no such folder; give an existing one or the id of "
-            "a model on the hub (owner/name)"
+            f"{what}: no such folder; give an existing one or the id of a model on the hub "
+            "(owner/name)"
         )
     else:
         folder = from_hub(model, needs_weights)
-    faults = missing_parts(folder, needs_weights)
-    if faults:
+    if faults := missing_parts(folder, needs_weights):
         raise RunError(
-            f"model.name = {model.name!r}: {folder} is not a complete Hugging Face model, it "
-            f"lacks {', '.join(faults)}"
+            f"{what}: {folder} is not a complete Hugging Face model, it lacks {', '.join(faults)}"
         )
-    own = own_template(folder)
-    if model.chat_template or has_unnamed_end(folder, own):
-        text = template_text(folder, model.chat_template) if model.chat_template else own.encode()
+    template = own_template(folder)
+    if model.chat_template:
+        text = template_text(folder, model.chat_template)
         return str(with_template(folder, text, model.trust_remote_code))
-    if needs_template and not own:
+    # As those of base models do, the tokenizer ends texts otherwise than the template ends answers.
+    if isinstance(template, str) and IM_END in template:
+        config = folder / "tokenizer_config.json"
+        eos = read_json(config).get("eos_token") if config.is_file() else None
+        if IM_END not in str(eos):
+            return str(with_template(folder, template.encode(), model.trust_remote_code))
+    if needs_template and not template:
         raise RunError(
-            f"model.name = {model.name!r}: its tokenizer has no chat template; set "
-            "--model.chat_template to chatml or a Jinja file"
+            f"{what}: its tokenizer has no chat template; set --model.chat_template to chatml or a "
+            "Jinja file"
         )
     return str(folder)
 
@@ -104,17 +110,16 @@ def missing_parts(folder: Path, needs_weights: bool = True) -> list[str]:
             f"would not; {remedy}"
         )
     faults = [] if (folder / "config.json").is_file() else ["config.json"]
-    for name, keys in (
-        ("config.json", ()),
-        ("generation_config.json", ()),
-        ("tokenizer.json", ("model", "added_tokens")),
-    ):
-        fields = read_json(folder / name) if (folder / name).is_file() else dict.fromkeys(keys)
-        if lacks := [key for key in keys if key not in fields]:
-            raise RunError(
-                f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy "
-                "the model again"
-            )
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            fields = read_json(folder / name)
+            if name == "tokenizer.json" and (
+                lacks := [key for key in ("model", "added_tokens") if key not in fields]
+            ):
+                raise RunError(
+                    f"{folder / name}: not a tokenizer, it has no {' and no '.join(lacks)}; copy "
+                    "the model again"
+                )
     if not has_tokenizer(folder):
         faults.append(f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     try:
@@ -129,17 +134,17 @@ def weights_digest(folder: Path) -> str:
     """A hash of a model's files of weights: of their names and sizes, their headers, and the
     first SAMPLE_BYTES of each tensor. It takes no time, and tells other weights of the same
     shapes."""
-    found = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
+    hasher = hashlib.blake2b(digest_size=20)  # its length tells it from the digests of an older rl
     for path in model_files(folder):
         entries = read_header(path).items()
         with path.open("rb") as file:
-            found.update(f"{path.name} {file.seek(0, os.SEEK_END)}\n{sorted(entries)!r}".encode())
+            hasher.update(f"{path.name} {file.seek(0, os.SEEK_END)}\n{sorted(entries)!r}".encode())
             for start, length in sorted(
                 (entry.start, min(entry.end - entry.start, SAMPLE_BYTES)) for _, entry in entries
             ):
                 file.seek(start)
-                found.update(file.read(length))
-    return found.hexdigest()
+                hasher.update(file.read(length))
+    return hasher.hexdigest()
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -164,12 +169,11 @@ def own_template(folder: Path) -> Any:
     file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if file.is_file():
         return utf8(file)
-    given = read_json(config).get("chat_template") if config.is_file() else None
-    if isinstance(given, list):
-        return next(
-            (named.get("template") for named in given if named.get("name") == "default"), None
-        )
-    return given
+    template = read_json(config).get("chat_template") if config.is_file() else None
+    if isinstance(template, list):
+        named = {each.get("name"): each.get("template") for each in template}
+        return named.get("default")
+    return template
 
 
 def utf8(file: Path) -> str:
@@ -180,37 +184,26 @@ def utf8(file: Path) -> str:
         raise RunError(f"{file}: not UTF-8 ({error}); save it in that encoding") from None
 
 
-def has_unnamed_end(folder: Path, template: Any) -> bool:
-    """Whether a model's own template ends answers as ChatML does, and its tokenizer ends texts
-    otherwise, as those of base models do."""
-    config = folder / "tokenizer_config.json"
-    eos = read_json(config).get("eos_token") if config.is_file() else None
-    return isinstance(template, str) and IM_END in template and IM_END not in str(eos)
-
-
 def cache_root() -> Path:
     """The directory for models that `rl` makes: $XDG_CACHE_HOME/rl/models, by default
     ~/.cache/rl/models."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl" / "models"
 
 
-def template_text(folder: Path, given: str) -> bytes:
+def template_text(folder: Path, name: str) -> bytes:
     """The chat template that model.chat_template names for the model in `folder`. Raises RunError.
 
     The built-in one is ChatML. If the tokenizer has no `<|im_end|>`, messages end with its
     end-of-text token instead.
     """
-    if given == BUILT_IN_TEMPLATE:
-        known = any(
-            b"<|im_end|>" in (folder / name).read_bytes()
-            for name in VOCABULARIES
-            if (folder / name).is_file()
-        )
+    if name == BUILT_IN_TEMPLATE:
+        files = [folder / file for file in VOCABULARIES if (folder / file).is_file()]
+        known = any(b"<|im_end|>" in file.read_bytes() for file in files)
         return CHATML.replace("END", "'<|im_end|>'" if known else "eos_token").encode()
-    template = Path(given)
+    template = Path(name)
     if not template.is_file():
         raise RunError(
-            f"model.chat_template = {given!r}: no such file; give a file with a Jinja chat "
+            f"model.chat_template = {name!r}: no such file; give a file with a Jinja chat "
             "template, or chatml, which is built in"
         )
     return utf8(template).encode()
@@ -240,12 +233,9 @@ def with_template(folder: Path, text: bytes, trusted: bool = False) -> Path:
         require_sound(folder)
         tokenizer = load_tokenizer(str(folder), trust_remote_code=trusted)
         tokenizer.chat_template = text.decode()
-        ids = build(tokenizer, RendererConfig(), "template").stop_token_ids
-        ends = (
-            {"eos_token_id": ids, "eos_token": tokenizer.convert_ids_to_tokens(ids[0])}
-            if ids
-            else {}
-        )
+        ends: dict[str, Any] = {}
+        if ids := build(tokenizer, RendererConfig(), "template").stop_token_ids:
+            ends = {"eos_token_id": ids, "eos_token": tokenizer.convert_ids_to_tokens(ids[0])}
         for file in files:
             if key := ENDS.get(file.name):
                 fields = read_json(file) | {key: ends.get(key)}
@@ -296,55 +286,40 @@ def from_hub(model: ModelConfig, needs_weights: bool = True) -> Path:
         RepositoryNotFoundError,
     )
 
+    what = f"model.name = {model.name!r}"
     patterns = [*HUB_FILES, "*.py"] if model.trust_remote_code else HUB_FILES
     patterns = [pattern for pattern in patterns if needs_weights or pattern != "*.safetensors"]
+    snapshot = partial(
+        snapshot_download, model.name, allow_patterns=patterns, ignore_patterns=HUB_COPIES
+    )
     try:
-        cached = Path(
-            snapshot_download(
-                model.name,
-                local_files_only=True,
-                allow_patterns=patterns,
-                ignore_patterns=HUB_COPIES,
-            )
-        )
+        cached = Path(snapshot(local_files_only=True))
         if not missing_parts(cached, needs_weights):
             return cached
     except LocalEntryNotFoundError:
         pass
     except HFValidationError:
-        raise RunError(
-            f"model.name = {model.name!r}: neither a folder nor an id on the hub (owner/name)"
-        ) from None
+        raise RunError(f"{what}: neither a folder nor an id on the hub (owner/name)") from None
     converted = cache_root() / model.name.replace("/", "--")
     if converted.is_dir():
         return converted
     try:
-        return Path(
-            snapshot_download(
-                model.name,
-                etag_timeout=HUB_TIMEOUT_S,
-                allow_patterns=patterns,
-                ignore_patterns=HUB_COPIES,
-            )
-        )
+        return Path(snapshot(etag_timeout=HUB_TIMEOUT_S))
     except GatedRepoError:
         raise RunError(
-            f"model.name = {model.name!r}: accept its terms on the hub first, then run `hf "
-            "auth login`"
+            f"{what}: accept its terms on the hub first, then run `hf auth login`"
         ) from None
     except RepositoryNotFoundError:
         raise RunError(
-            f"model.name = {model.name!r}: not on the hub; check the spelling, or `hf auth "
-            "login` for a private one"
+            f"{what}: not on the hub; check the spelling, or `hf auth login` for a private one"
         ) from None
     except (HfHubHTTPError, LocalEntryNotFoundError) as error:
         gguf = gguf_of_package(model.name)
         if gguf is None:
-            reason = str(error).splitlines()[0]
             raise RunError(
-                f"model.name = {model.name!r}: neither a folder nor in the hub's cache, and "
-                f"the hub is out of reach ({reason}); "
-                "give a local folder, or copy the model into the cache (HF_HOME)"
+                f"{what}: neither a folder nor in the hub's cache, and the hub is out of reach "
+                f"({str(error).splitlines()[0]}); give a local folder, or copy the model into the "
+                "cache (HF_HOME)"
             ) from None
     print(
         f"the hub is out of reach: converting {gguf.name} of package {gguf.parent.name} to "
@@ -386,9 +361,9 @@ def sound_model(config: RLConfig) -> str:
     )
     require_sound(Path(folder))
     longest = longest_sequence(read_json(Path(folder) / "config.json"))
-    own = config.starts_inference and not config.is_remote
     if (
-        own
+        config.starts_inference
+        and not config.is_remote
         and longest
         and config.model.max_model_len > longest
         and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
@@ -411,11 +386,10 @@ def vocab_size(folder: Path) -> int:
 if __name__ == "__main__":
     from rl.config.command_line import from_toml
 
-    given = sys.argv[1] if len(sys.argv) > 1 else ModelConfig().name
+    name = sys.argv[1] if len(sys.argv) > 1 else ModelConfig().name
     try:
-        if given.endswith(".toml"):
-            print(sound_model(from_toml(Path(given))))
-        else:
-            print(resolve_model(ModelConfig(name=given)))
+        is_config = name.endswith(".toml")
+        config = from_toml(Path(name)) if is_config else None
+        print(sound_model(config) if config else resolve_model(ModelConfig(name=name)))
     except RunError as fault:
         raise SystemExit(str(fault)) from None

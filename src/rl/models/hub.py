@@ -79,14 +79,14 @@ def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
         )
     with asking(what):
         try:
-            there = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=TIMEOUT_S)
+            info = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=TIMEOUT_S)
         # also the answer for somebody else's private one, whose creation the hub then refuses
         except RepositoryNotFoundError:
             return
-    files = [file.rfilename for file in there.siblings or []]
+    files = [file.rfilename for file in info.siblings or []]
     if not overwrite and any(name.endswith((".safetensors", ".bin")) for name in files):
         raise RunError(f"{what}: there is a model already; give another name, or --overwrite")
-    if not there.private and not public:
+    if not info.private and not public:
         raise RunError(
             f"{what}: this repository is public; give --public if the model may be public, "
             "or another name"

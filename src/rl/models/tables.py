@@ -35,7 +35,7 @@ def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dic
                 for number, line in enumerate(lines, start=1)
                 if line.strip()
             ]
-            return [json_object(line, place, '{"prompt": ...}') for line, place in numbered]
+            return [json_object(line, where, '{"prompt": ...}') for line, where in numbered]
     return data
 
 

@@ -84,9 +84,8 @@ def next_log(logs: Path, name: str) -> Path:
 def newest_log(logs: Path, role: str) -> Path | None:
     """Returns the log of a role's last attempt, None if it has none. The ranks of a trainer
     share one."""
-    return max(
-        attempts(logs, re.sub(r"^trainer-\d+$", "trainer", role)).items(), default=(0, None)
-    )[1]
+    logs_of_role = attempts(logs, re.sub(r"^trainer-\d+$", "trainer", role))
+    return logs_of_role[max(logs_of_role)] if logs_of_role else None
 
 
 def end_of(log: Path) -> str:
@@ -104,12 +103,9 @@ def last_lines(log: Path | None, count: int = LAST_LINES) -> list[str]:
     that matters.
     """
     lines = end_of(log).splitlines() if log else []
-    end = next((i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line)), None)
-    return [
-        line
-        for line in lines[:end]
-        if line.strip() and FAREWELL not in line and TORCHRUN_ENDS not in line
-    ][-count:]
+    reports = (i for i, line in enumerate(lines) if i and TORCHRUN_REPORT.search(line))
+    texts = (line for line in lines[: next(reports, None)] if line.strip())
+    return [line for line in texts if FAREWELL not in line and TORCHRUN_ENDS not in line][-count:]
 
 
 def killed_rank(log: Path) -> str:
@@ -132,9 +128,9 @@ def error_line(log: Path | None) -> str:
 def last_words(log: Path | None) -> str:
     """Returns the last line of a log that is not routine, or the error above it if the line only
     refers to that, as vLLM's server does for its engine. Empty without a readable log."""
-    told = [line for line in last_lines(log, MANY_LINES) if not ROUTINE.match(line)]
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in told] or [""]
-    if not POINTS_UP.search(lines[-1]):
-        return lines[-1]
-    errors = (match[1] for line in reversed(lines[:-1]) if (match := ERROR.fullmatch(line)))
-    return next((error for error in errors if not POINTS_UP.search(error)), lines[-1])
+    texts = [line for line in last_lines(log, MANY_LINES) if not ROUTINE.match(line)]
+    *lines, last = [re.sub(r"^\[rank\d+\]: ", "", line).strip() for line in texts or [""]]
+    if not POINTS_UP.search(last):
+        return last
+    errors = (match[1] for line in reversed(lines) if (match := ERROR.fullmatch(line)))
+    return next((error for error in errors if not POINTS_UP.search(error)), last)

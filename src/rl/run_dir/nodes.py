@@ -149,11 +149,10 @@ class Nodes:
         """Returns the newest status of each machine that has joined, by index: of all, or of
         those with these indices."""
         if indices is None:
-            indices = sorted(
-                int(path.stem) for path in self.folder.glob("*.json") if path.stem.isdigit()
-            )
-        statuses = ((index, self._read(self.status_path(index), NodeStatus)) for index in indices)
-        return {index: status for index, status in statuses if status}
+            names = [path.stem for path in self.folder.glob("*.json")]
+            indices = sorted(int(name) for name in names if name.isdigit())
+        read = {index: self._read(self.status_path(index), NodeStatus) for index in indices}
+        return {index: status for index, status in read.items() if status}
 
     def world(self) -> TrainerWorld | None:
         return self._read(self.world_path, TrainerWorld)
@@ -164,7 +163,9 @@ class Nodes:
     def _read(self, path: Path, kind: type[T]) -> T | None:
         """Returns the content of a file, as it was if it cannot be read for a moment: that must
         change nothing. None without it."""
-        content = read_json(path, kind) or (None if is_gone(path) else self.known.get(path))
+        content = read_json(path, kind)
+        if content is None and not is_gone(path):
+            content = self.known.get(path)
         self.known[path] = content
         return content
 

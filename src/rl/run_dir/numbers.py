@@ -10,8 +10,8 @@ import numpy as np
 from rl.run_dir.files import LineReader
 from rl.run_dir.metrics import (
     ALWAYS,
-    MOST_NAMES,
     NEWEST_BYTES,
+    end_reader,
     environment_rewards,
     parse_line,
     source_files,
@@ -36,8 +36,6 @@ class Table:
         was trained again has several lines."""
         self.arrays: dict[str, np.ndarray] = {}
         """Values by metric, nan where a row has none; with spare capacity for more rows."""
-        self.left_out = False
-        """Whether there are metrics beyond MOST_NAMES."""
         self.order = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def add(self, step: int, line: Mapping[str, Any]) -> None:
@@ -54,9 +52,6 @@ class Table:
             if name in ALWAYS:
                 continue
             if name not in self.arrays:
-                if len(self.arrays) >= MOST_NAMES:
-                    self.left_out = True
-                    continue
                 self.arrays[name] = self.values(name)
             self.arrays[name][row] = np.nan if value is None else value
 
@@ -112,10 +107,8 @@ class Numbers:
             self._forget()
         for path in filter(Path.exists, [self.path, *source_files(self.path)]):
             if path not in self.readers:
-                status = path.stat()
-                # inside a line, which is skipped as damaged
-                newest = 0 if path == self.path else max(0, status.st_size - NEWEST_BYTES)
-                self.readers[path] = LineReader(path, newest), status.st_ino
+                reader = end_reader(path, None if path == self.path else NEWEST_BYTES)
+                self.readers[path] = reader, path.stat().st_ino
             for line in filter(None, map(parse_line, self.readers[path][0].all())):
                 self._table(line["source"]).add(line["step"], line)
 

@@ -108,20 +108,12 @@ class RunDir:
     @property
     def folders(self) -> list[Path]:
         """All directories that the run writes to."""
-        kinds = [
-            self.batches,
-            self.rollouts_dir,
-            self.checkpoints,
-            self.digests_dir,
-            self.tokens_dir,
-            self.evals,
-            self.status_dir,
-        ]
         return [
             self.root,
             self.weights_dir,
             sources_dir(self.metrics),
-            *kinds,
+            self.status_dir,
+            *dict.fromkeys(directory for directory, _ in self._by_step(self.weights_dir)),
             *self.evals.glob("*/"),
             *self.discarded.glob("*/"),
         ]
@@ -190,21 +182,28 @@ class RunDir:
     def anything_made(self, after: int = 0) -> bool:
         """Whether there is anything that other settings would invalidate: a batch, checkpoint or
         version later than `after`, or a finished group."""
-        kinds = [
-            (self.batches, ".batch"),
-            (self.checkpoints, ""),
-            (self.digests_dir, ".json"),
-            (self.root / "weights", ""),
-        ]
-        newest = max(
-            (number for directory, suffix in kinds for number in numbers(directory, suffix)),
-            default=0,
-        )
+        by_step = self._by_step(self.root / "weights")
         return (
-            newest > after
+            any(numbered(directory, suffix, after) for directory, suffix in by_step)
             or (self.pending.is_file() and self.pending.stat().st_size > 0)
             or self.discarded.exists()
         )
+
+    def _by_step(self, weights: Path) -> list[tuple[Path, str]]:
+        """Directories and suffixes of what belongs to a step or version. In this order a kill
+        while they are moved leaves a resumable run: no checkpoint is ahead of the batches."""
+        return [
+            (self.evals, ""),
+            (self.checkpoints, ""),
+            (weights, ""),
+            (self.digests_dir, ".json"),
+            (self.tokens_dir, ".safetensors"),
+            (self.batches, ".quarantined"),
+            (self.batches, ".batch"),
+            (self.rollouts_dir, ".jsonl"),
+            (self.rollouts_dir, ".jsonl.gz"),
+            (self.rollouts_dir, ".sha256"),
+        ]
 
     def new_discarded(self) -> Path:
         """Returns a path below `discarded/` that does not exist yet."""
@@ -222,27 +221,13 @@ class RunDir:
         Returns that directory, or None if there was nothing to move.
         """
         away = away or self.new_discarded()
-        # In this order a kill leaves a resumable run: no checkpoint or pending group is ahead of
-        # the batches.
         later: list[tuple[Path, Path]] = []
-        for directory, suffix in [
-            (self.evals, ""),
-            (self.checkpoints, ""),
-            (self.weights_dir, ""),
-            (self.digests_dir, ".json"),
-            (self.tokens_dir, ".safetensors"),
-            (self.batches, ".quarantined"),
-            (self.batches, ".batch"),
-            (self.rollouts_dir, ".jsonl"),
-            (self.rollouts_dir, ".jsonl.gz"),
-            (self.rollouts_dir, ".sha256"),
-        ]:
-            target = away / ("weights" if directory == self.weights_dir else directory.name)
-            later += [
-                (path, target / path.name)
-                for path in reversed(numbered(directory, suffix, after=step).values())
-            ]
+        for directory, suffix in self._by_step(self.weights_dir):
+            name = "weights" if directory == self.weights_dir else directory.name
+            paths = reversed(numbered(directory, suffix, after=step).values())
+            later += [(path, away / name / path.name) for path in paths]
         if self.pending.exists() and later:
+            # first: no pending group is ahead of the batches
             waiting = away / "batches" / self.pending.name
             if keep_pending:
                 waiting.parent.mkdir(parents=True, exist_ok=True)

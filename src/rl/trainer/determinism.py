@@ -62,15 +62,15 @@ def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, A
 def bfloat16_instructions() -> str:
     """Returns this processor's bfloat16 product instructions, which differ in the order of sums;
     empty if none or if torch is older."""
-    found = getattr(torch.cpu, "get_capabilities", dict)()
-    return " ".join(name for name in ("amx_bf16", "avx512_bf16") if found.get(name))
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return " ".join(name for name in ("amx_bf16", "avx512_bf16") if capabilities.get(name))
 
 
-def differing_conditions(there: dict[str, Any], here: dict[str, Any]) -> str:
+def differing_conditions(recorded: dict[str, Any], here: dict[str, Any]) -> str:
     """Returns the conditions that differ, as text; empty if all are equal. Conditions that are
-    not recorded in `there` are not compared."""
+    not in `recorded` are not compared."""
     return ", ".join(
-        f"{key} {there[key]} there and {here.get(key)} here"
-        for key in there
-        if there[key] != here.get(key)
+        f"{key} {recorded[key]} there and {here.get(key)} here"
+        for key in recorded
+        if recorded[key] != here.get(key)
     )

@@ -109,8 +109,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     from rl.trainer.parallel.rendezvous import START_TIMEOUT_S
     from rl.trainer.parallel.world import check_nodes, start_world
     from rl.trainer.start import start
-    from rl.trainer.train import train
-    from rl.trainer.trainer import WRITING, kind_of
+    from rl.trainer.train import WRITING, kind_of, train
 
     disable_progress_bar()
     if os.environ.get("WORLD_SIZE", "1") != "1":

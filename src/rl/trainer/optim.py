@@ -37,23 +37,20 @@ class OffloadedAdamW(torch.optim.AdamW):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         kept = [local(state[name]) for name in MOMENTS]
-        weights, gradient, step = (
-            local(tensor) for tensor in (parameter, parameter.grad, state["step"])
-        )
-        moments = [torch.empty_like(weights).copy_(moment, non_blocking=True) for moment in kept]
+        tensors = [local(tensor) for tensor in (parameter, parameter.grad)]
+        moments = [torch.empty_like(tensors[0]).copy_(x, non_blocking=True) for x in kept]
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
         beta1, beta2 = group["betas"]
         adamw(
-            *([tensor] for tensor in (weights, gradient, *moments)),
+            *([tensor] for tensor in (*tensors, *moments)),
             [],
-            [step],
+            [local(state["step"])],
             fused=True,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
             maximize=False,
+            **settings,
         )
         for moment, after in zip(kept, moments, strict=True):
             moment.copy_(after, non_blocking=True)
@@ -67,10 +64,10 @@ def local(tensor: Tensor) -> Tensor:
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Divides tensors by the mesh that they are sharded over: torch computes with lists of
     tensors of one mesh only."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for tensor in tensors:
-        found[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
-    return list(found.values())
+        groups[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(tensor)
+    return list(groups.values())
 
 
 def decays(module: nn.Module, name: str, parameter: Tensor) -> bool:
@@ -97,35 +94,25 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         for name, parameter in module.named_parameters(recurse=False)
     }
     parameters = [parameter for parameter in matrices if parameter.requires_grad]
-    groups = [
-        {"params": group, "weight_decay": decay}
-        for of_a_mesh in by_mesh(parameters)
-        for group, decay in (
-            ([p for p in of_a_mesh if matrices[p]], config.weight_decay),
-            ([p for p in of_a_mesh if not matrices[p]], 0.0),
-        )
-        if group
-    ]
-    if config.offload and not all(parameter.is_cuda for parameter in parameters):
-        raise RunError(
-            "trainer.optim.offload moves the optimizer's state from GPU to CPU memory; "
-            "without a GPU leave it false"
-        )
+    groups = []
+    for of_a_mesh in by_mesh(parameters):
+        for is_matrix in (True, False):
+            if group := [parameter for parameter in of_a_mesh if matrices[parameter] == is_matrix]:
+                groups.append({"params": group, "weight_decay": config.weight_decay * is_matrix})
+    kind, memory = torch.optim.AdamW, {}
     if config.offload:
+        if not all(parameter.is_cuda for parameter in parameters):
+            raise RunError(
+                "trainer.optim.offload moves the optimizer's state from GPU to CPU memory; "
+                "without a GPU leave it false"
+            )
         require_host_memory(parameters)
-    kind, place = (
-        (OffloadedAdamW, {"device": "cpu", "pin_memory": True})
-        if config.offload
-        else (torch.optim.AdamW, {})
-    )
+        kind, memory = OffloadedAdamW, {"device": "cpu", "pin_memory": True}
     optimizer = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device)
-        }
-        optimizer.state[parameter] |= {
-            name: torch.zeros_like(parameter, **place) for name in MOMENTS
-        }
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        moments = {name: torch.zeros_like(parameter, **memory) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": step} | moments
     return optimizer
 
 
@@ -188,10 +175,9 @@ def optimizer_step(
     parameters = list(model.parameters())
     norm = gradient_norm(parameters)
     if not (math.isfinite(norm) and math.isfinite(loss)):
-        found = f"step {batch}: loss {loss}, gradient norm {norm}"
         raise RunError(
-            f"{found}; the step is discarded. If that repeats itself, look at its samples, "
-            "or lower trainer.optim.lr",
+            f"step {batch}: loss {loss}, gradient norm {norm}; the step is discarded. If that "
+            "repeats itself, look at its samples, or lower trainer.optim.lr",
             RESTART,
         )
     clip_gradients(parameters, norm, config.max_grad_norm)

@@ -40,7 +40,7 @@ from rl.trainer.sft.tokens import prepare_data
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
-from rl.trainer.trainer import SAMPLED, WRITING, TrainContext, Trainer, kind_of
+from rl.trainer.train import SAMPLED, WRITING, TrainContext, Trainer, kind_of
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.transport import OrchestratorClient, Wait
 

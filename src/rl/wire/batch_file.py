@@ -12,8 +12,9 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -32,7 +33,7 @@ from rl.run_dir.files import (
 )
 from rl.run_dir.paths import RunDir, numbers
 from rl.system.errors import RunError
-from rl.wire.messages import BatchReady, TrainBatch, TrainingSample
+from rl.wire.messages import BatchReady, TrainBatch
 
 ENCODER = msgspec.msgpack.Encoder()
 ROLLOUT_SUFFIXES = (".jsonl", ".jsonl.gz", ".sha256")
@@ -54,14 +55,7 @@ class BatchFile(msgspec.Struct, kw_only=True):
     state: msgspec.Raw
 
 
-class EncodedBatch(msgspec.Struct, kw_only=True):
-    """A TrainBatch whose samples are encoded. As lists they would take several times the memory."""
-
-    step: int
-    samples: list[msgspec.Raw]
-
-
-def encode_batch(batch: TrainBatch | EncodedBatch, state: Any) -> bytearray:
+def encode_batch(batch: TrainBatch, state: Any) -> bytearray:
     """Returns the bytes of a batch file: one checksummed record."""
     record = bytearray(HEADER.size)
     ENCODER.encode_into({"batch": batch, "state": state}, record, HEADER.size)
@@ -80,45 +74,38 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
 
 
 def write_batch(
-    path: Path,
-    batch: TrainBatch | EncodedBatch,
-    state: Any,
-    fence: Callable[[], None] | None = None,
+    path: Path, batch: TrainBatch, state: Any, fence: Callable[[], None] | None = None
 ) -> None:
     """Commits a batch. Raises TakenError if the step already has one, and what `fence` raises,
     see write_file."""
     write_file(path, encode_batch(batch, state), new=True, fence=fence)
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Opens a batch file. Raises CorruptFileError if it is missing."""
+    try:
+        with reading(path), path.open("rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path}: missing") from None
+
+
 def sound_batch(path: Path) -> bytes:
     """Returns the bytes of a batch file after verifying its checksum. Raises CorruptFileError if
     it is damaged or missing."""
-    try:
-        with reading(path):
-            data = path.read_bytes()
-    except FileNotFoundError:
-        raise CorruptFileError(f"{path}: missing") from None
+    with opened(path) as file:
+        data = file.read()
     decode_record(memoryview(data), str(path))  # a view, because slices of it are not copies
     return data
-
-
-def samples_of(path: Path) -> Iterator[TrainingSample]:
-    """Yields the samples of a batch file, each decoded when it is asked for. Raises
-    CorruptFileError if the file is damaged or missing."""
-    content = msgspec.msgpack.decode(sound_batch(path)[HEADER.size :], type=dict[str, msgspec.Raw])
-    for sample in msgspec.msgpack.decode(content["batch"], type=EncodedBatch).samples:
-        yield msgspec.msgpack.decode(sample, type=TrainingSample)
 
 
 def batch_head(path: Path) -> BatchReady:
     """Returns size and checksum of a batch file, from its header alone. Raises CorruptFileError
     if it is missing or has the wrong size."""
-    try:
-        with reading(path), path.open("rb") as file:
-            head, size = file.read(HEADER.size), os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        raise CorruptFileError(f"{path}: missing") from None
-    length, checksum = head_of_record(head, str(path))
+    with opened(path) as file:
+        length, checksum = head_of_record(file.read(HEADER.size), str(path))
+        size = os.fstat(file.fileno()).st_size
     if size != HEADER.size + length:
         raise CorruptFileError(f"{path}: has {size} bytes, its header says {HEADER.size + length}")
     return BatchReady(size, checksum)
@@ -144,35 +131,34 @@ def sum_path(path: Path) -> Path:
     return path.with_name(f"{path.name.split('.')[0]}.sha256")
 
 
-def open_rollouts(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    """Opens a file of rollouts, compressed or not. Check it first: invalid gzip data raises
-    errors of many kinds."""
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+@contextmanager
+def open_rollouts(path: Path) -> Iterator[gzip.GzipFile | io.BufferedReader]:
+    """Opens a file of rollouts, compressed or not. Raises CorruptFileError for invalid gzip."""
+    try:
+        with reading(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise CorruptFileError(
+            f"{path}: damaged ({error}); move it away to continue without it"
+        ) from None
 
 
 def compress_rollouts(path: Path) -> None:
     """Replaces `000012.jsonl` by `000012.jsonl.gz`. Raises CorruptFileError and leaves the file
     if its checksum does not match."""
     check_rollouts(path)
-    write_file(
-        path.with_name(f"{path.name}.gz"), gzip.compress(path.read_bytes(), COMPRESSION, mtime=0)
-    )
+    data = gzip.compress(path.read_bytes(), COMPRESSION, mtime=0)
+    write_file(path.with_name(f"{path.name}.gz"), data)
     path.unlink()
 
 
 def check_rollouts(path: Path) -> None:
     """Raises CorruptFileError if a file of rollouts does not match its checksum, or is invalid
     gzip. A missing checksum is no error."""
-
-    def digest() -> str:
-        try:
-            with reading(path), open_rollouts(path) as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise CorruptFileError(damaged_gzip(path, error)) from None
-
-    if not check_sum(path, digest) and path.suffix == ".gz":
-        digest()
+    expected = expected_sum(path)
+    if expected or path.suffix == ".gz":
+        with open_rollouts(path) as file:
+            check_sum(path, expected, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def check_given(path: Path) -> None:
@@ -185,45 +171,42 @@ def check_given(path: Path) -> None:
         raise RunError(str(error)) from None
 
 
-def check_sum(path: Path, digest: Callable[[], str]) -> bool:
-    """Whether a file of rollouts has a checksum. Raises CorruptFileError if `digest`, that of
-    its text, differs from it."""
-    try:
-        with reading(sum_path(path)):
-            expected = sum_path(path).read_bytes()[:64]
-    except FileNotFoundError:
-        return False
-    if expected and re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
-        raise CorruptFileError(
-            f"{sum_path(path)}: damaged; delete it to use {path.name} without a check"
-        )
-    if expected and digest().encode() != expected:
-        raise CorruptFileError(
-            f"{path}: damaged, its checksum does not match; move it away to continue without it"
-        )
-    return bool(expected)
-
-
-def damaged_gzip(path: Path, error: Exception) -> str:
-    """Returns the message for a compressed file that cannot be read."""
-    return f"{path}: damaged ({error}); move it away to continue without it"
-
-
 def sound_rollouts(path: Path) -> bytes:
     """Returns the text of a file of rollouts, verifying its checksum if there is one. Raises
     CorruptFileError or FileNotFoundError."""
-    try:
-        with reading(path), open_rollouts(path) as file:
-            data = file.read(MAX_ROLLOUTS_BYTES + 1)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CorruptFileError(damaged_gzip(path, error)) from None
+    with open_rollouts(path) as file:
+        data = file.read(MAX_ROLLOUTS_BYTES + 1)
     if len(data) > MAX_ROLLOUTS_BYTES:
         raise CorruptFileError(
             f"{path}: its text is longer than {MAX_ROLLOUTS_BYTES:,} bytes; `rl show {path}` "
             "reads it line by line"
         )
-    check_sum(path, lambda: sha256(data))
+    if expected := expected_sum(path):
+        check_sum(path, expected, sha256(data))
     return data
+
+
+def expected_sum(path: Path) -> str:
+    """Returns the checksum of a file of rollouts; "" if there is none. Raises CorruptFileError."""
+    try:
+        with reading(sum_path(path)):
+            expected = sum_path(path).read_bytes()[:64]
+    except FileNotFoundError:
+        return ""
+    if expected and re.fullmatch(rb"[0-9a-f]{64}", expected) is None:
+        raise CorruptFileError(
+            f"{sum_path(path)}: damaged; delete it to use {path.name} without a check"
+        )
+    return expected.decode()
+
+
+def check_sum(path: Path, expected: str, found: str) -> None:
+    """Raises CorruptFileError if the checksum of a file is another one than `expected`, if that
+    is known."""
+    if expected not in ("", found):
+        raise CorruptFileError(
+            f"{path}: damaged, its checksum does not match; move it away to continue without it"
+        )
 
 
 def remove_rollouts(run_dir: RunDir, *, after: int) -> None:

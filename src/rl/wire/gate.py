@@ -1,8 +1,7 @@
 """The gate that every HTTP request to one of our servers passes first: it checks the sender, and
 limits the size of the body.
 
-Inference has a gate for programs (rl.wire.token_gate), `rl view` one for its browser page
-(rl.view.access).
+Inference has one for programs (Gate), `rl view` one for its browser page (rl.view.access).
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rl.run_dir.access_token import is_loopback
-from rl.wire.inference_requests import MAX_BODY_BYTES
+from rl.wire.messages import MAX_BODY_BYTES
 
 CLOSE = {"connection": "close"}
 """Closes the connection, so that the rest of the client's request is not read."""
@@ -115,3 +114,29 @@ def host_name(value: bytes) -> str:
     """Returns the name or address in a Host header, without the port."""
     host = value.decode("latin-1").strip()
     return host[: host.find("]") + 1] if host.startswith("[") else host.rpartition(":")[0] or host
+
+
+class Gate(HttpGate):
+    """The gate in front of all routes, vLLM's own included: its `api_key` leaves /metrics and
+    others open."""
+
+    def refuse(self, scope: Scope) -> Response | None:
+        """The refusal of a request that comes from a web page, names another host, or lacks the
+        token; None for other requests."""
+        if header(scope, b"origin"):
+            return refusal(
+                403,
+                "foreign_origin",
+                "this server answers programs, not web pages: send no Origin header",
+                CLOSE,
+            )
+        if refused := self.foreign_host(scope):
+            return refused
+        # probes have no token
+        if self.shows_token(scope) or (scope.get("method"), scope["path"]) == ("GET", "/health"):
+            return None
+        message = (
+            "this server wants the run's token, RL_TOKEN or status/token: send `Authorization: "
+            "Bearer TOKEN` or `X-API-Key: TOKEN`"
+        )
+        return refusal(401, "unauthorized", message, CLOSE | {"www-authenticate": "Bearer"})

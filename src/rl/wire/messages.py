@@ -1,6 +1,8 @@
-"""The messages that trainer and orchestrator exchange: few types, typed msgpack, no torch."""
+"""The messages that trainer and orchestrator exchange, and what clients ask of a server of
+inference: few types, no torch."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -108,43 +110,35 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         the versions are, in order."""
         import numpy as np
 
-        trained = np.flatnonzero(np.asarray(loss_mask, bool))
-        versions = np.repeat(
-            [span.policy_version for span in policy_versions],
-            [span.num_tokens for span in policy_versions],
-        )
+        trained = np.flatnonzero(loss_mask)
+        sizes = [span.num_tokens for span in policy_versions]
+        versions = np.repeat([span.policy_version for span in policy_versions], sizes)
         if not len(token_ids) == len(loss_mask) == len(logprobs) == len(advantages) or len(
             versions
         ) != len(trained):
             raise ValueError("the values of a sample differ in number")
         weights = np.asarray(advantages, float)[trained]
         ends = (np.diff(trained) > 1) | (np.diff(versions) != 0) | (np.diff(weights) != 0)
-        parts = np.split(np.arange(len(trained)), np.flatnonzero(ends) + 1) if len(trained) else []
-        spans = []
-        for part in parts:
-            first, last = part[0], part[-1]
-            spans.append(
-                TrainedSpan(
-                    int(trained[first]),
-                    int(trained[last]) + 1,
-                    int(versions[first]),
-                    float(weights[first]),
-                )
+        bounds = [0, *(np.flatnonzero(ends) + 1).tolist(), len(trained)]
+        spans = [
+            TrainedSpan(
+                int(trained[first]),
+                int(trained[end - 1]) + 1,
+                int(versions[first]),
+                float(weights[first]),
             )
-        teacher = (
-            None
-            if teacher_logprobs is None
-            else np.asarray(teacher_logprobs, np.float32)[trained].tobytes()
-        )
-        packed = (
-            np.asarray(token_ids, np.int32).tobytes(),
-            np.asarray(logprobs, np.float32)[trained].tobytes(),
-        )
+            for first, end in pairwise(bounds)
+            if first < end
+        ]
+
+        def packed(values: Sequence[float]) -> bytes:
+            return np.asarray(values, np.float32)[trained].tobytes()
+
         return cls(
-            packed_ids=packed[0],
+            packed_ids=np.asarray(token_ids, np.int32).tobytes(),
             spans=spans,
-            packed_logprobs=packed[1],
-            packed_teacher=teacher,
+            packed_logprobs=packed(logprobs),
+            packed_teacher=None if teacher_logprobs is None else packed(teacher_logprobs),
             **names,
         )
 
@@ -306,3 +300,48 @@ class Probe(msgspec.Struct, tag=True):
 
 Request = GetBatch | Published | GetProbe
 Reply = BatchReady | NotReady | RunEnded | Acknowledged | Probe
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+MAX_BODY_BYTES = 16 << 20
+"""A prompt of a million token ids takes 7 MB."""
+
+
+class Sampling(msgspec.Struct, forbid_unknown_fields=True):
+    """Sampling parameters; the defaults are neutral (the model's generation_config.json is
+    ignored)."""
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list[TokenId] = []
+    stop: list[str] | str = []
+    ignore_eos: bool = False
+    routes: bool = False
+    """Return the routes of all tokens but the last."""
+    prompt_logprobs: bool = False
+
+
+class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `/generate`, in JSON. The answer is a `rl.wire.turns.Turn` in msgpack."""
+
+    token_ids: Annotated[list[TokenId], msgspec.Meta(min_length=1)]
+    sampling: Sampling
+    session: int | None = None
+    """Requests of one session go to one engine of several (`data_parallel_size`), which has
+    their prefix cached."""
+
+
+class LoadWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `/load_weights`; the server's machine must see the path."""
+
+    policy_version: Annotated[int, msgspec.Meta(ge=0)]
+    path: str
+    memory: Memory | None = None
+    """Where it can be read before it is at `path`."""
+    content: str = ""
+    """Digest that tells it apart from other weights with the same version number; empty: not
+    known."""

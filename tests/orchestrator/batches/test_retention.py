@@ -15,7 +15,7 @@ from rl.launch.repair import repair
 from rl.orchestrator.batches.batch_files import BatchFiles
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbers
-from rl.trainer.sft.rows import Source, files_of, json_rows
+from rl.trainer.sft.rows import DataSource, files_of, json_rows
 from rl.wire.batch_file import check_rollouts, remove_rollouts, write_rollouts
 from tests.launch.test_repair import checkpoint
 
@@ -143,7 +143,7 @@ def test_old_rollouts_are_compressed_and_read_as_before(compressed):
     assert [row["group_id"] for row in read_all(rollout_files(compressed), damaged)] == [
         n for n in (5, 4, 3, 2, 1) for _ in range(20)
     ]
-    rows = list(json_rows(files_of(Source(str(compressed.root), "train", "sft.dataset"))))
+    rows = list(json_rows(files_of(DataSource(str(compressed.root), "train", "sft.dataset"))))
     assert [row["group_id"] for _, row in rows] == [n for n in (1, 2, 3, 4, 5) for _ in range(20)]
     listed = [compressed.rollouts(1), compressed.rollouts(4)]  # before the first one was compressed
     assert (

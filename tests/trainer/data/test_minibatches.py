@@ -20,8 +20,7 @@ from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.train import train_step
-from rl.trainer.trainer import TrainContext
+from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas

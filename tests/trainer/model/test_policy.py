@@ -24,8 +24,7 @@ from rl.trainer.model.modes import is_compiled, layer_windows
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
-from rl.trainer.train import train_step
-from rl.trainer.trainer import TrainContext
+from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS

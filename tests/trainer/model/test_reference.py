@@ -17,8 +17,7 @@ from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
 from rl.trainer.model.reference import load_reference, reference_logprobs
 from rl.trainer.optim import make_optimizer
-from rl.trainer.train import train_step
-from rl.trainer.trainer import TrainContext
+from rl.trainer.train import TrainContext, train_step
 from tests.trainer.samples import make_batch, pack_alone
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.trainer.optim import gradient_norm
 from rl.trainer.parallel.world import World
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.versions import snapshot
 from tests.trainer.layouts import Layout, joined, make_config, pass_on, train, whole
 from tests.trainer.parallel.loads import load
@@ -128,7 +128,9 @@ def main() -> None:
             if world:
                 model = plan["models"][layout.model]
                 metrics, tensors, trained = train(layout, make_config(layout, model), world)
-                version = snapshot(trained, Path(model), torch.float32, {}, Ranks(world, 60.0))
+                version = snapshot(
+                    trained, Path(model), torch.float32, {}, RankThreads(world, 60.0)
+                )
                 version.write(folder / f"{name} version", new=True)
                 found = gradients(model, world) if layout.ranks == RANKS and not layout.lora else {}
                 if world.is_main:

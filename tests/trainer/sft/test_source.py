@@ -30,8 +30,7 @@ from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
 from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
-from rl.trainer.train import loss_inputs
-from rl.trainer.trainer import Trainer
+from rl.trainer.train import Trainer, loss_inputs
 from tests.trainer.samples import assert_alike, pack_alone, plain_scores, sample_weights
 from tests.trainer.test_departure import signal_in_step_3
 from tests.trainer.test_main import run_trainer

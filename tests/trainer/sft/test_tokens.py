@@ -383,41 +383,28 @@ def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
     rows = [{"prompt": "ab", "completion": "c" * n} for n in (1, 5, 9, 0)] + [
         {"prompt": "x" * 20, "completion": "c"}
     ]
-    samples, manifest = prepared(tmp_path / "skip", folders / "base", *rows, max_model_len=8)
-    assert [len(ids) for ids, _ in samples] == [4, 8]
-    assert manifest["train"]["left_out"] == {
-        "longer than model.max_model_len": 2,
-        "without an answer to train": 1,
-    }
-    samples, manifest = prepared(
-        tmp_path / "cut", folders / "base", *rows, max_model_len=8, too_long="truncate"
-    )
-    assert [len(ids) for ids, _ in samples] == [4, 8, 8] and samples[2][1] == [False] * 2 + [
-        True
-    ] * 6
-    assert manifest["train"] | {"dataset": ""} == {
-        "dataset": "",
-        "rows": 5,
-        "examples": 3,
-        "tokens": 20,
-        "trained_tokens": 14,
-        "left_out": {
-            "cut to model.max_model_len": 1,
-            "without an answer to train": 1,
-            "longer than model.max_model_len": 1,
-        },
-    }
+    long, empty = "longer than model.max_model_len", "without an answer to train"
+
+    def made(name, *rows, **settings):
+        samples, manifest = prepared(
+            tmp_path / name, folders / "base", *rows, max_model_len=8, **settings
+        )
+        return [len(ids) for ids, _ in samples], manifest
+
+    lengths, manifest = made("skip", *rows)
+    assert lengths == [4, 8] and manifest["train"]["left_out"] == {long: 2, empty: 1}
+    lengths, manifest = made("cut", *rows, too_long="truncate")
+    cut = {"cut to model.max_model_len": 1, empty: 1, long: 1}
+    assert lengths == [4, 8, 8] and manifest["train"]["left_out"] == cut
     (line,) = manifest_lines(manifest)
     assert (
         "5 rows -> 3 examples, 20 tokens, 14 trained; 1 cut to model.max_model_len; 1 "
         "without an answer" in line
     )
-    with pytest.raises(
-        RunError, match=r"nothing is left of 1 rows: 1 longer than model\.max_model_len"
-    ):
-        prepared(tmp_path / "none", folders / "base", rows[2], max_model_len=8)
+    with pytest.raises(RunError, match=rf"nothing is left of 1 rows: 1 {long}"):
+        made("none", rows[2])
     with pytest.raises(RunError, match="nothing is left of 0 rows: there are no rows"):
-        prepared(tmp_path / "no-rows", folders / "base")
+        made("no-rows")
 
 
 def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
@@ -719,21 +706,18 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
         "truncated rollouts": 1,
         "rollouts of agents that are not trained": 2,
     }
+    below, beyond = "rollouts with a reward below 0.5", "rollouts beyond the best 1 of their task"
     assert answers() == ("abcdhi", never)
-    assert answers(min_reward=0.5) == ("bch", never | {"rollouts with a reward below 0.5": 3})
-    assert answers(max_per_task=1) == (
-        "bhi",
-        never | {"rollouts beyond the best 1 of their task": 3},
-    )
+    assert answers(min_reward=0.5) == ("bch", never | {below: 3})
+    assert answers(max_per_task=1) == ("bhi", never | {beyond: 3})
     assert answers(max_per_task=2, min_reward=0.3)[0] == "bcdh"
-    datasets.Dataset.from_list(
-        [rollout(5, 0.25, "e"), rollout(5, 1.0, "f"), rollout(6, 1.0, "g")]
-    ).to_parquet(run / "x.parquet")
-    saved = {"dataset": str(run / "x.parquet")}
-    assert prepared(tmp_path / "p", folders / "chatml", **saved, min_reward=0.5)[1]["train"][
-        "left_out"
-    ] == {"rollouts with a reward below 0.5": 1}
-    assert len(prepared(tmp_path / "q", folders / "chatml", **saved, max_per_task=1)[0]) == 2
+    datasets.Dataset.from_list([rollout(5, 0.25, "e"), rollout(6, 1.0, "g")]).to_parquet(
+        run / "x.parquet"
+    )
+    saved = prepared(
+        tmp_path / "p", folders / "chatml", dataset=str(run / "x.parquet"), min_reward=0.5
+    )
+    assert saved[1]["train"]["left_out"] == {"rollouts with a reward below 0.5": 1}
     with pytest.raises(
         RunError, match="the reward is nan, but a rollout's reward must be a number"
     ):
@@ -747,14 +731,9 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
 
     monkeypatch.setattr(rows, "best_rollouts", then_compressed)
     assert answers(max_per_task=1)[0] == "bhi"
-    with pytest.raises(
-        RunError,
-        match=r"data.jsonl:1: sft.min_reward and sft.max_per_task choose among rollouts, .* lacks "
-        r"outcome",
-    ):
-        prepared(
-            tmp_path / "y", folders / "chatml", {"messages": TWO_TURNS, "reward": 1}, min_reward=0.5
-        )
+    other = {"messages": TWO_TURNS, "reward": 1}
+    with pytest.raises(RunError, match=r"1: sft.min_reward and sft.max_per_task .* lacks outcome"):
+        prepared(tmp_path / "y", folders / "chatml", other, min_reward=0.5)
 
 
 WORKED = [
@@ -807,9 +786,9 @@ def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
     (tmp_path / "x.csv").write_text("prompt,completion\nWhat is 1 + 1?,two\n")
     code = (
         "import sys; from rl.models.tokenizer import hide_torch; hide_torch()\n"
-        "from rl.config.sft import SftConfig; from rl.trainer.sft.rows import Source, hub_rows\n"
+        "from rl.config.sft import SftConfig; from rl.trainer.sft.rows import DataSource, hub_rows\n"
         "config = SftConfig(dataset=sys.argv[1])\n"
-        "print(list(hub_rows(Source(config.dataset, '', 'sft.dataset'), config)))\n"
+        "print(list(hub_rows(DataSource(config.dataset, '', 'sft.dataset'), config)))\n"
     )
     env = {**os.environ, "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(

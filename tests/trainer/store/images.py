@@ -5,23 +5,23 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from rl.trainer.store.image import Image
-from rl.trainer.store.layout import FileTensor, Slice
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.layout import Slice, VersionTensor
+from rl.trainer.store.ranks import RankThreads
 
 
-def laid_out(tensors: Mapping[str, Tensor]) -> list[FileTensor]:
+def laid_out(tensors: Mapping[str, Tensor]) -> list[VersionTensor]:
     """The tensors as they follow each other in a file."""
-    found: list[FileTensor] = []
+    found: list[VersionTensor] = []
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
         end = found[-1].end if found else 0
-        found.append(FileTensor(name, tensor.dtype, tensor.shape, end, (name,), 0))
+        found.append(VersionTensor(name, tensor.dtype, tensor.shape, end, (name,), 0))
     return found
 
 
 def image_like(tensors: Mapping[str, Tensor]) -> Image:
     """Memory for these tensors of one rank."""
     found = laid_out(tensors)
-    return Image(found, [Slice(tensor, 0, tensor.size) for tensor in found], Ranks())
+    return Image(found, [Slice(tensor, 0, tensor.size) for tensor in found], RankThreads())
 
 
 def fill(image: Image, tensors: Mapping[str, Tensor]) -> Image:

@@ -27,7 +27,7 @@ from rl.trainer.parallel.world import World, start_world
 from rl.trainer.replay import compare
 from rl.trainer.store import versions
 from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from tests.trainer.parallel.loads import load
 
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "hsdp": (4, 2)}
@@ -62,7 +62,7 @@ def twice(model: PreTrainedModel) -> None:
         parameter.data.mul_(2)
 
 
-def publish(model: PreTrainedModel, base: Path, ranks: Ranks, path: Path) -> dict:
+def publish(model: PreTrainedModel, base: Path, ranks: RankThreads, path: Path) -> dict:
     """Writes two versions, one after the other into the same memory, and a delta, and returns
     what is to be known of it."""
     version = versions.snapshot(model, base, torch.bfloat16, {}, ranks)
@@ -96,13 +96,13 @@ def publish(model: PreTrainedModel, base: Path, ranks: Ranks, path: Path) -> dic
     }
 
 
-def replay(model: PreTrainedModel, base: Path, ranks: Ranks, other: Path) -> dict:
+def replay(model: PreTrainedModel, base: Path, ranks: RankThreads, other: Path) -> dict:
     """Compares the second version with that of other ranks."""
     version = versions.snapshot(model, base, torch.bfloat16, {}, ranks)
     return compare(RunDir(other, other / "weights"), 2, version, ranks)
 
 
-def full(model: PreTrainedModel, base: Path, ranks: Ranks, path: Path) -> str:
+def full(model: PreTrainedModel, base: Path, ranks: RankThreads, path: Path) -> str:
     """The last rank's disk is full."""
 
     def pwrite(*_: object) -> int:
@@ -145,7 +145,7 @@ def main() -> None:
         with world_of(size, replicas) as world:
             if not world:
                 continue
-            ranks = Ranks(world, 60.0)
+            ranks = RankThreads(world, 60.0)
             for family, settings in plan["models"].items():
                 if replicas > 1 and "lora" in settings:
                     continue
@@ -166,7 +166,7 @@ def main() -> None:
                     found["hosts"] = publish(
                         model,
                         folder / "llama",
-                        Ranks(world, 60.0),
+                        RankThreads(world, 60.0),
                         folder / "hosts" / "weights" / "000001",
                     )
             if name == "hsdp":

@@ -25,7 +25,7 @@ from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
 from rl.trainer.store import versions
 from rl.trainer.store.image import image_of
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS, make_seeing_model
 from tests.ports import free_ports
@@ -344,7 +344,7 @@ def test_weights_are_cast_before_they_leave_a_gpu():
     still."""
     model = torch.nn.Linear(3, 5)
     model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-    image = image_of(model, torch.bfloat16, Ranks())
+    image = image_of(model, torch.bfloat16, RankThreads())
     with FakeTensorMode(), Copies() as copies:
         image.memory = torch.empty(image.size, dtype=torch.uint8)
         model = torch.nn.Linear(3, 5, device="cuda")

@@ -17,7 +17,7 @@ from rl.models.tokenizer import text_ids
 from rl.orchestrator.policy.probe import complete
 from rl.system.children import PYTHON
 from rl.system.errors import RunError
-from rl.system.terminal import say
+from rl.system.terminal import say, table
 from rl.wire.batch_file import write_batch
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainBatch
@@ -99,8 +99,8 @@ async def parity(
         )
     if child.exit_code:
         raise failure(child, child.ending())
-    found = json.loads(output(child)[-1])
-    return [Scored(*token) for token in found["tokens"]], found["sliding_window"]
+    answer = json.loads(output(child)[-1])
+    return [Scored(*token) for token in answer["tokens"]], answer["sliding_window"]
 
 
 def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]:
@@ -116,24 +116,24 @@ def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]
 
 def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
     """Prints the table of a dtype. Returns 1 if trainer and inference disagree."""
-    limit = LIMITS[dtype]
-    print(
-        f"{dtype} (limits: {limit})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} "
-        f"{'max |d|':>10} {'kl':>10}  ± its error"
-    )
-    rows = {
-        temperature: [token.difference for token in scored if token.temperature == temperature]
-        for temperature in TEMPERATURES
-    }
-    whole = parity_of([token.difference for token in scored])
-    for name, found in [
-        *((name, parity_of(differences)) for name, differences in rows.items()),
-        ("both", whole),
-    ]:
-        figures = (
-            f"{found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.3g}  ± {found.kl_error:.1g}"
-        )
-        print(f"  {name:<12} {found.tokens:>6} {figures}")
+    limit, whole = LIMITS[dtype], parity_of([token.difference for token in scored])
+    results = [("both", whole)]
+    for temperature in reversed(TEMPERATURES):
+        differences = [token.difference for token in scored if token.temperature == temperature]
+        results.insert(0, (str(temperature), parity_of(differences)))
+    rows = [
+        [
+            name,
+            str(r.tokens),
+            f"{r.mean:.2g}",
+            f"{r.largest:.2g}",
+            f"{r.kl:.3g}",
+            f"± {r.kl_error:.1g}",
+        ]
+        for name, r in results
+    ]
+    heads = ["temperature", "tokens", "mean |d|", "max |d|", "kl", "± its error"]
+    print(f"{dtype} (limits: {limit})", *table(heads, rows, left=1), sep="\n  ")
     if whole.within(limit):
         print(f"  trainer and inference agree{reservation(whole, limit)}", flush=True)
         return 0
@@ -141,13 +141,13 @@ def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
     return 1
 
 
-def reservation(found: Parity, limit: Limit) -> str:
+def reservation(measured: Parity, limit: Limit) -> str:
     """Returns why a mean KL above its limit still passes; empty if it is within the limit."""
-    if found.kl <= limit.kl:
+    if measured.kl <= limit.kl:
         return ""
-    excess = (found.kl - limit.kl) / found.kl_error
+    excess = (measured.kl - limit.kl) / measured.kl_error
     return (
-        f": kl {found.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, "
+        f": kl {measured.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, "
         "which may be chance with so few "
         "tokens (3 would be too many); use a higher --tokens to decide"
     )

@@ -20,18 +20,18 @@ from rl.envs.classic.client import (
     endpoint_clients,
     endpoint_sampling,
 )
-from rl.envs.classic.loading import (
-    check_scorable,
+from rl.envs.classic.rewards import Scoring, guard, scored_by_verifiers
+from rl.envs.classic.rows import (
+    COLUMNS,
     describe_one,
     kept_signal_handlers,
     load_arguments,
     load_package,
+    load_rows,
     members,
     set_attributes,
     share_rubrics,
 )
-from rl.envs.classic.rewards import Scoring, guard, scored_by_verifiers
-from rl.envs.classic.rows import COLUMNS, load_rows
 from rl.envs.environment import limited, places, without_exit
 from rl.envs.policy import SAMPLING_KEYS, TALKS, Policy, RolloutError
 from rl.models.chat import Message, Tool
@@ -127,7 +127,6 @@ class ClassicEnvironment:
             env.score_rollouts and env.requires_group_rollouts for env in self.leaves.values()
         )
         for path, env in self.leaves.items():
-            check_scorable(env, self.name)
             if not env.score_rollouts or (
                 scored_by_verifiers(env.rubric) and not any(env.rubric._get_reward_weights())
             ):

@@ -10,9 +10,8 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any
 
 import verifiers.v1 as vf
@@ -22,11 +21,10 @@ from verifiers.v1.utils.retries import run_episode_with_retry
 
 from rl.envs.environment import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Policy, RolloutError
-from rl.envs.v1.client import ActiveTrace, PolicyClientConfig
+from rl.envs.v1.client import ActiveTrace, PolicyClientConfig, as_episode
 from rl.envs.v1.config import V1Config
 from rl.envs.v1.harness import chat_tool, opening
-from rl.envs.v1.rollouts import as_episode
-from rl.envs.v1.versions import KNOWN, MCPServer, installed, own_sampling
+from rl.envs.v1.versions import MCPServer, own_sampling
 from rl.system import process_table
 from rl.system.errors import RunError
 from rl.system.functions import Blame
@@ -52,12 +50,7 @@ class EndlessTasks(Sequence[vf.Task]):
     """
 
     def __init__(self, taskset: vf.Taskset):
-        self.taskset = taskset
-        self._start()
-
-    def _start(self) -> None:
-        self.tasks: Iterator[vf.Task] = iter(self.taskset)
-        self.num_drawn = 0
+        self.taskset, self.tasks, self.num_drawn = taskset, iter(taskset), 0
         self.kept: deque[vf.Task] = deque(maxlen=KEPT_TASKS)
 
     def __len__(self) -> int:
@@ -65,8 +58,8 @@ class EndlessTasks(Sequence[vf.Task]):
 
     def __getitem__(self, index: Any) -> vf.Task:
         if index < self.num_drawn - len(self.kept):
-            self._start()
-        while index >= self.num_drawn:
+            self.__init__(self.taskset)
+        for _ in range(self.num_drawn, index + 1):
             task = next(self.tasks, None)
             if task is None:
                 raise RolloutError(
@@ -84,21 +77,14 @@ class V1Environment:
     scores_groups = False
 
     def __init__(self, spec: EnvSpec, policy: Policy):
+        self.spec, self.policy = spec, policy
+        self.name, self.notice = f"environment {spec.name}", ""
         if spec.set_kwargs:
             raise RunError(
-                f"environment {spec.name}: set_kwargs is for classic environments; this one "
-                "is configured by args alone"
+                f"{self.name}: set_kwargs is for classic environments; this one is configured by "
+                "args alone"
             )
-        self.spec = spec
-        self.policy = policy
-        self.name = f"environment {spec.name}"
         self.generating = places(spec.max_generating)
-        newer = (
-            ""
-            if installed() in KNOWN
-            else f"verifiers {version('verifiers')} is newer than what rl was tested with"
-        )
-        self.notice = "" if policy.endpoint else newer
         self.client_config = PolicyClientConfig()
         self.active = self.client_config.client.active
         with self._load_errors("loading it"):
@@ -116,16 +102,12 @@ class V1Environment:
                 )
         with self._load_errors("describing its tools"):
             self.tools = asyncio.run(self._tools())
-            self.rewards = {
-                fn.__name__: getattr(fn, "_vf_weight", 1.0) for fn in train[0].hooks("reward")
-            }
-            self.rewards |= {
-                judge.reward_name: judge.config.weight for judge in train[0].plugged_judges()
-            }
+            hooks, judges = train[0].hooks("reward"), train[0].plugged_judges()
+            self.rewards = {hook.__name__: getattr(hook, "_vf_weight", 1.0) for hook in hooks}
+            self.rewards |= {judge.reward_name: judge.config.weight for judge in judges}
         if not any(self.rewards.values()) and type(self.env).finalize is vf.Env.finalize:
             self.notice = (
-                "every reward is 0, as its tasks have no @vf.reward and no judge with a weight. "
-                f"{self.notice}"
+                "every reward is 0, as its tasks have no @vf.reward and no judge with a weight"
             )
         self.kind = "v1 taskset" if isinstance(self.env, vf.SingleAgentEnv) else "v1 environment"
 
@@ -152,14 +134,11 @@ class V1Environment:
 
     def task(self, split: Split, index: int) -> dict[str, Any]:
         data = self.tasks[split][index].data
-        own = data.model_dump(
-            mode="json", exclude_defaults=True, exclude={"prompt", "system_prompt"}
-        )
-        return {
-            "prompt": opening(data.system_prompt, data.prompt),
-            **({"tools": self.tools} if self.tools else {}),
-            **own,
-        }
+        shown = {"prompt": opening(data.system_prompt, data.prompt)}
+        if self.tools:
+            shown["tools"] = self.tools
+        apart = {"prompt", "system_prompt"}
+        return shown | data.model_dump(mode="json", exclude_defaults=True, exclude=apart)
 
     def prompt_ids(self, split: Split, index: int) -> list[int] | None:
         with self._load_errors("drawing its tasks"):
@@ -171,11 +150,9 @@ class V1Environment:
 
     def describe(self) -> dict[str, Any]:
         task = self.tasks["train"][0]
-        about: dict[str, Any] = {
-            "class": f"{type(self.env.taskset).__module__}.{type(self.env.taskset).__qualname__}"
-        }
+        about: dict[str, Any] = {"class": place_of(self.env.taskset)}
         if not isinstance(self.env, vf.SingleAgentEnv):
-            about["environment"] = f"{type(self.env).__module__}.{type(self.env).__qualname__}"
+            about["environment"] = place_of(self.env)
         return about | {
             "arguments": self.config.arguments(),
             **{f"{split} tasks": self.num_tasks(split) or "endless" for split in self.tasks},
@@ -203,21 +180,15 @@ class V1Environment:
     async def _tools(self) -> list[dict[str, Any]]:
         """The tools offered to tasks, in chat API form; servers that run elsewhere list theirs
         only to the harness."""
-        task = self.tasks["train"][0]
         tools = []
-        for toolset in [
-            *self.env.taskset.toolsets(self.env.taskset.config),
-            *task.toolsets(task.config),
-        ]:
-            if (
-                getattr(toolset.config, "url", None)
-                or type(toolset).register is not vf.Toolset.register
-            ):
-                continue
-            listing = MCPServer(toolset.server_name)
-            toolset.register(listing)
-            for tool in await listing.list_tools():
-                tools.append(chat_tool(toolset.server_name, tool))
+        for owner in (self.env.taskset, self.tasks["train"][0]):
+            for toolset in owner.toolsets(owner.config):
+                is_own = type(toolset).register is vf.Toolset.register
+                if is_own and not getattr(toolset.config, "url", None):
+                    listing = MCPServer(toolset.server_name)
+                    toolset.register(listing)
+                    for tool in await listing.list_tools():
+                        tools.append(chat_tool(toolset.server_name, tool))
         return tools
 
     async def start(self) -> None:
@@ -267,10 +238,8 @@ class V1Environment:
     def _tool_servers(self) -> dict[int, str]:
         """Maps the pids of the processes that serve this environment's tools to their start
         times."""
-        modules = {
-            type(toolset).__module__
-            for toolset in self.env.taskset.toolsets(self.env.taskset.config)
-        }
+        toolsets = self.env.taskset.toolsets(self.env.taskset.config)
+        modules = {type(toolset).__module__ for toolset in toolsets}
         processes = process_table.table()
         below = process_table.trees(processes, [os.getpid()])
         return {
@@ -321,11 +290,9 @@ class V1Environment:
         an endpoint gets it here."""
         if self.policy.endpoint is None:
             return ModelContext(model="policy", client=self.client_config)
-        endpoint = self.policy.endpoint
+        endpoint, sampling = self.policy.endpoint, vf.SamplingConfig(**order.sampling)
         client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=endpoint.api_key_var)
-        return ModelContext(
-            model=endpoint.model, client=client, sampling=vf.SamplingConfig(**order.sampling)
-        )
+        return ModelContext(model=endpoint.model, client=client, sampling=sampling)
 
     def _active_trace(self, trace: vf.Trace, order: PlayGroup) -> ActiveTrace:
         """A trace with its conversation. A trained agent's own sampling parameters apply only if
@@ -339,6 +306,11 @@ class V1Environment:
             trace,
             self.policy.chat(self.policy, order.session, order.sampling | pinned, seed=order.seed),
         )
+
+
+def place_of(value: Any) -> str:
+    """Where the class of a value is defined."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def tasks_of(taskset: vf.Taskset) -> Sequence[vf.Task]:

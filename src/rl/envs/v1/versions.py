@@ -9,8 +9,6 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-KNOWN = ((0, 3), (0, 4))
-"""Versions of verifiers whose interception server the adapter was tested with."""
 CONNECT_S = 5.0
 
 if int(version("mcp").split(".")[0]) >= 2:
@@ -51,7 +49,6 @@ else:
 
 
 __all__ = [
-    "KNOWN",
     "MIME_TYPE",
     "REQUEST_TIMEOUT",
     "SCHEMA",
@@ -60,12 +57,6 @@ __all__ = [
     "McpError",
     "httpx",
 ]
-
-
-def installed() -> tuple[int, int]:
-    """Major and minor version of verifiers in this interpreter."""
-    major, minor = version("verifiers").split(".")[:2]
-    return int(major), int(minor)
 
 
 @asynccontextmanager

@@ -23,10 +23,8 @@ from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.retention import Retention
 from rl.system.errors import RunError
 from rl.wire.batch_file import (
-    ENCODER,
     PLAIN_STEPS,
     ROLLOUT_SUFFIXES,
-    EncodedBatch,
     compress_rollouts,
     decode_batch,
     remove_rollouts,
@@ -34,6 +32,7 @@ from rl.wire.batch_file import (
     write_batch,
     write_rollouts,
 )
+from rl.wire.messages import TrainBatch
 from rl.wire.rollouts import Group, TaskRef, rollout_lines
 
 log = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ def state_after(run_dir: RunDir, step: int) -> OrchestratorState:
 
 
 def commit(
-    run_dir: RunDir, batch: EncodedBatch, lines: bytes, state: Any, fence: Callable[[], None]
+    run_dir: RunDir, batch: TrainBatch, lines: bytes, state: Any, fence: Callable[[], None]
 ) -> None:
     """Writes the rollouts, then the batch with the state after it. Renaming the batch file to its
     final name is the commit. Raises RunError if the batch exists already, and what `fence` raises.
@@ -136,18 +135,14 @@ class BatchFiles:
         used = [group for group in settled if group.why is None]
         with spans.span("commit", "batches", step):
             normalise(used, self.rules)
-            # encoded one by one: as lists they would take several times the memory of their
-            # groups, and stall the process while the garbage collector walks through them
             samples = [
-                msgspec.Raw(ENCODER.encode(sample))
-                for group in used
-                for sample in group_samples(group, self.mask_truncated)
+                sample for group in used for sample in group_samples(group, self.mask_truncated)
             ]
             state.settled = sorted(group.group_id for group in settled)
             state.metrics = batch_metrics(step, settled, self.mask_truncated, self.rules) | {
                 **counts
             }
-            batch = EncodedBatch(step=step, samples=samples)
+            batch = TrainBatch(step=step, samples=samples)
             lines = rollout_lines(settled, step, self.mask_truncated)
             commit(self.run_dir, batch, lines, state, self.fence)
 

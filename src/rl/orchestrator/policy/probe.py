@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 
 from rl.orchestrator.batches.samples import rollout_samples
-from rl.wire.batch_file import samples_of
+from rl.wire.batch_file import decode_batch, sound_batch
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainingSample
 from rl.wire.rollouts import Group, Rollout
@@ -17,7 +17,7 @@ PROMPTS, TOKENS = 4, 32
 def first_of_groups(batch: Path) -> list[TrainingSample]:
     """Returns the first sample of each of the first PROMPTS groups in a batch file."""
     first: dict[int, TrainingSample] = {}
-    for sample in samples_of(batch):
+    for sample in decode_batch(sound_batch(batch), str(batch)).batch.samples:
         first.setdefault(sample.group_id, sample)
         if len(first) == PROMPTS:
             break

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rl.wire.http import AwayError
 from rl.wire.inference_client import InferenceLostError, InferenceServers
-from rl.wire.inference_requests import MAX_BODY_BYTES
+from rl.wire.messages import MAX_BODY_BYTES
 
 PATH = "/generate"
 RELAYED = "http://inference"

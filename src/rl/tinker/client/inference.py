@@ -40,11 +40,9 @@ from rl.tinker.client.service import (
     wait_for_service,
 )
 from rl.wire import serving
-from rl.wire.gate import refusal
+from rl.wire.gate import Gate, refusal
 from rl.wire.inference_client import PROTOCOL, HeldVersion
-from rl.wire.inference_requests import GenerateRequest, LoadWeightsRequest, Sampling
-from rl.wire.messages import VersionSpan
-from rl.wire.token_gate import Gate
+from rl.wire.messages import GenerateRequest, LoadWeightsRequest, Sampling, VersionSpan
 from rl.wire.turns import Turn, pack_ids, pack_logprobs
 
 TOGETHER_S = 0.02

@@ -213,10 +213,10 @@ def fault_of(result: object, inputs: LossInputs) -> str:
     # it is.
     scores = [scores for scores in (wanted, inputs.entropies) if scores.requires_grad]
     if scores and bool(loss.isfinite().all()):
-        found = loss.requires_grad and torch.autograd.grad(
+        gradients = loss.requires_grad and torch.autograd.grad(
             loss.sum(), scores, retain_graph=True, allow_unused=True
         )
-        checked = [("a loss whose gradient", x) for x in found or () if x is not None]
+        checked = [("a loss whose gradient", x) for x in gradients or () if x is not None]
         if not checked:
             return "returned a loss with no gradient for inputs.trainer_logprobs: was it detached?"
     if not all(bool(x.isfinite().all()) for x in (wanted, inputs.entropies, inputs.advantages)):

@@ -56,13 +56,13 @@ def parts(rows: Tensor, first: int) -> Iterator[tuple[Tensor, int]]:
 def hashes(seed: int, rows: Tensor, offsets: tuple[int, ...]) -> Tensor:
     """Returns a hash of each number's indices in a tensor of which `rows` begins at `offsets`:
     int32 in the shape of `rows`, with a uniform upper half."""
-    found = torch.tensor(seed, device=rows.device).to(torch.int32)  # wraps around
+    hashed = torch.tensor(seed, device=rows.device).to(torch.int32)  # wraps around
     for size, offset in zip(rows.shape, offsets, strict=True):
-        found = scrambled(
-            found.unsqueeze(-1)
+        hashed = scrambled(
+            hashed.unsqueeze(-1)
             ^ torch.arange(offset, offset + size, dtype=torch.int32, device=rows.device)
         )
-    return found
+    return hashed
 
 
 def scrambled(numbers: Tensor) -> Tensor:

@@ -110,12 +110,12 @@ def in_chunks(
         # Each chunk looks up all targets and drops those of other chunks: counting its own would
         # mean waiting for the device.
         places = rows - number * size
-        own = (places >= 0) & (places < len(part))
-        arguments = (part, own_temperatures, places.clamp(0, len(part) - 1), targets)
+        indices = places.clamp(0, len(part) - 1)
+        arguments = (part, own_temperatures, indices, targets)
         logprobs, of_rows = checkpoint(
             score, *arguments, use_reentrant=False, preserve_rng_state=False
         )
-        chosen = torch.where(own, logprobs, chosen)
+        chosen = torch.where(indices == places, logprobs, chosen)
         entropies.append(of_rows)
     return chosen, torch.cat(entropies)
 

@@ -43,9 +43,9 @@ def freeze_rope(model: PreTrainedModel, max_model_len: int) -> None:
 
 def kinds_by_length(model: PreTrainedModel) -> list[str]:
     """Returns the types of the model's rotary embeddings that depend on length."""
-    found = [getattr(module, "rope_type", "") for module in model.modules()]
+    types = [getattr(module, "rope_type", "") for module in model.modules()]
     kinds = [
-        kind for each in found for kind in (each.values() if isinstance(each, dict) else [each])
+        kind for each in types for kind in (each.values() if isinstance(each, dict) else [each])
     ]
     return [kind for kind in kinds if isinstance(kind, str) and depends_on_length(kind)]
 

@@ -47,18 +47,15 @@ class Choice(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         if function not in (torch.topk, Tensor.topk):
-            return found
+            return result
         scores, route = args[0], self.experts.route
-        if (
-            scores.dim() != 2
-            or scores.shape[1] != self.experts.num_routed
-            or found[1].shape[1] != route.shape[1]
-        ):
-            return found  # of groups of experts, or of keys in sparse attention
+        shape = (scores.dim(), scores.shape[-1], result[1].shape[-1])
+        if shape != (2, self.experts.num_routed, route.shape[1]):
+            return result  # of groups of experts, or of keys in sparse attention
         self.count += 1
-        chosen = torch.where(route < 0, found[1], route)
+        chosen = torch.where(route < 0, result[1], route)
         route.copy_(chosen)
         return TopK(scores.gather(1, chosen), chosen)
 
@@ -117,26 +114,25 @@ class Routers:
         """Sets the routes of the next pass: the batch's, or free choice. They stay, for
         activations may be computed again."""
         if batch.routes is not None:
-            given = batch.routes.view(self.dtype).view(-1, self.layers, self.chosen)
+            routes = batch.routes.view(self.dtype).view(-1, self.layers, self.chosen)
             for number, experts in zip(self.numbers, self.experts, strict=True):
-                experts.route = given[:, number].long()
+                experts.route = routes[:, number].long()
             return
-        row = batch.input_ids if batch.queries is None else batch.queries
+        self.choose_freely(batch.input_ids if batch.queries is None else batch.queries)
+
+    def choose_freely(self, row: Tensor) -> None:
+        """Lets the routers choose in the next pass over a row of T' tokens."""
         for experts in self.experts:
             experts.route = torch.full((len(row), self.chosen), -1, device=row.device)
 
     def taken(self) -> Tensor:
         """Returns the routes of the last pass, [T', width] uint8."""
-        found = torch.zeros(
-            len(self.experts[0].route),
-            self.layers,
-            self.chosen,
-            dtype=self.dtype,
-            device=self.experts[0].route.device,
-        )
+        first = self.experts[0].route
+        shape = (len(first), self.layers, self.chosen)
+        routes = torch.zeros(shape, dtype=self.dtype, device=first.device)
         for number, experts in zip(self.numbers, self.experts, strict=True):
-            found[:, number] = experts.route
-        return found.flatten(1).view(torch.uint8)
+            routes[:, number] = experts.route
+        return routes.flatten(1).view(torch.uint8)
 
     def check(self, routes: Tensor) -> None:
         """Raises RunError unless routes [T, width] are of this model: k different experts in
@@ -148,13 +144,10 @@ class Routers:
                 f"layers and {self.chosen} of {self.count} experts a token, {self.width} "
                 "bytes; does inference serve the same model?"
             )
-        given = routes.view(self.dtype).view(-1, self.layers, self.chosen)[:, self.numbers]
-        pairs = ((i, j) for i in range(self.chosen) for j in range(i))
-        if (
-            int(given.max()) >= self.count
-            or int(given.min()) < 0
-            or any(bool((given[..., i] == given[..., j]).any()) for i, j in pairs)
-        ):
+        chosen = routes.view(self.dtype).view(-1, self.layers, self.chosen)[:, self.numbers]
+        chosen = chosen.sort(-1).values
+        twice = (chosen.diff(dim=-1) == 0).any()
+        if int(chosen.max()) >= self.count or int(chosen.min()) < 0 or bool(twice):
             raise RunError(
                 f"trainer.router_replay: inference gave a route that {self.name} cannot "
                 f"take: not {self.chosen} different ones of "

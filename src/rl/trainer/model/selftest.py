@@ -238,6 +238,8 @@ class SelfTest:
         """[T] ids -> [T, V] float32, as plain Hugging Face computes them."""
         ids = ids.to(self.world.device)
         tree = TreeMask(ids, ids)  # not looked at
+        if routers := self.model.get_output_embeddings().forward.routers:
+            routers.choose_freely(ids)
         result = call(self.model, "unpacked", ids, ids, tree)[0].float()
         reshard(self.model)
         return result

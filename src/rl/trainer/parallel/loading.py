@@ -127,7 +127,9 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
             if not isinstance(parameter, DTensor):
                 setattr(experts, leaf, reader.rows_of(experts, parameter))
     if missing := sorted(report["missing_keys"]):
-        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        few = ", ".join(missing[:5]) + (
+            f" and {len(missing) - 5} options" if len(missing) > 5 else ""
+        )
         raise RunError(
             f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they "
             "complete, and of this model?"
@@ -159,7 +161,11 @@ class Reader:
         original = PreTrainedModel._load_pretrained_model
 
         def load(
-            model: PreTrainedModel, state_dict: None, files: list[str], settings: Any, **more: Any
+            model: PreTrainedModel,
+            state_dict: None,
+            files: list[str],
+            settings: Any,
+            **options: Any,
         ) -> Any:
             self.whole = why_whole(model, settings)
             with ExitStack() as opened:
@@ -178,7 +184,7 @@ class Reader:
                     self.place_rows(model, state_dict, settings.weight_mapping or [])
                     if self.world:
                         opened.enter_context(self.keeping_rows(model))
-                return original(model, state_dict, files, settings, **more)
+                return original(model, state_dict, files, settings, **options)
 
         with patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(load)):
             yield

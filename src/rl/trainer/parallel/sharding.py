@@ -190,17 +190,17 @@ def parts_of_row(length: int, ranks: int) -> list[Tensor]:
     """
     bounds = [length * chunk // (2 * ranks) for chunk in range(2 * ranks + 1)]
     chunks = [torch.arange(start, end) for start, end in pairwise(bounds)]
-    parts = [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
-    return [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in parts]
+    shares = [torch.cat([chunks[rank], chunks[-1 - rank]]) for rank in range(ranks)]
+    return [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in shares]
 
 
-def slots_of_row(parts: list[Tensor]) -> Tensor:
-    """Returns [T] int64: the index of each position in the concatenation of the parts, each
+def slots_of_row(shares: list[Tensor]) -> Tensor:
+    """Returns [T] int64: the index of each position in the concatenation of the shares, each
     padded to the longest part."""
-    slots = torch.full((max(int(part[-1]) for part in parts) + 1,), -1)
-    longest = max(map(len, parts))
+    slots = torch.full((max(int(part[-1]) for part in shares) + 1,), -1)
+    longest = max(map(len, shares))
     # a token that several ranks compute belongs to the first
-    for rank, part in reversed(list(enumerate(parts))):
+    for rank, part in reversed(list(enumerate(shares))):
         slots[part] = rank * longest + torch.arange(len(part))
     return slots
 
@@ -213,31 +213,19 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
     """
     if world.context_size == 1:
         return batch
-    parts = parts_of_row(len(batch.input_ids), world.context_size)
-    slots, longest = slots_of_row(parts), max(map(len, parts))
+    shares = parts_of_row(len(batch.input_ids), world.context_size)
+    slots, longest = slots_of_row(shares), max(map(len, shares))
     mine = slots // longest == world.context_rank
     kept, tokens = mine[batch.predictors], mine[batch.predictors][batch.predictor_of]
     predictors, temperatures = (slots % longest)[batch.predictors[kept]], batch.temperatures[kept]
     # computes logits of one position anyway: every rank takes part in every collective
     if not len(predictors):
         predictors, temperatures = torch.zeros(1, dtype=torch.int64), torch.ones(1)
-    names = (
-        "targets",
-        "logprobs",
-        "advantages",
-        "weights",
-        "sequences",
-        "token_index",
-        "envs",
-        "teacher_logprobs",
-        "fresh",
-    )
-    values = {
-        name: None if getattr(batch, name) is None else getattr(batch, name)[tokens]
-        for name in names
-    }
+    names = "targets logprobs advantages weights sequences token_index envs teacher_logprobs fresh"
+    columns = {name: getattr(batch, name) for name in names.split()}
+    values = {name: x if x is None else x[tokens] for name, x in columns.items()}
     predictor_of = (kept.cumsum(0) - 1)[batch.predictor_of[tokens]]
-    queries = parts[world.context_rank]
+    queries = shares[world.context_rank]
     values["routes"] = None if batch.routes is None else batch.routes[queries]
     return replace(
         batch,
@@ -250,14 +238,14 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
 
 
 class RowGather:
-    """Assembles a row of `length` tokens from its parts, on every rank that shares it. Gradients
-    flow back to the parts."""
+    """Assembles a row of `length` tokens from its shares, on every rank that shares it. Gradients
+    flow back to the shares."""
 
     def __init__(self, length: int, world: World) -> None:
-        parts = parts_of_row(length, world.context_size)
+        shares = parts_of_row(length, world.context_size)
         self.group, self.ranks = world.context_group, world.context_size
-        self.own, self.longest = len(parts[world.context_rank]), max(map(len, parts))
-        self.slots = slots_of_row(parts).to(world.device)
+        self.length, self.longest = len(shares[world.context_rank]), max(map(len, shares))
+        self.slots = slots_of_row(shares).to(world.device)
 
     def __call__(self, part: Tensor) -> Tensor:
         """[..., T', D] at this rank's queries -> [..., T, D] of the whole row. Every rank of the
@@ -267,7 +255,7 @@ class RowGather:
     def gather(self, part: Tensor) -> Tensor:
         """[T', ...] -> [T, ...], without gradient."""
         padded = part.new_zeros(self.longest, *part.shape[1:])
-        padded[: self.own] = part
+        padded[: self.length] = part
         whole = part.new_empty(self.ranks * self.longest, *part.shape[1:])
         dist.all_gather_into_tensor(whole, padded, group=self.group)
         return whole[self.slots]
@@ -288,9 +276,9 @@ class GatherRow(torch.autograd.Function):
         row = ctx.row
         padded = grad.new_zeros(row.ranks * row.longest, *grad.shape[1:], dtype=torch.float32)
         padded[row.slots] = grad.float()
-        own = padded.new_empty(row.longest, *grad.shape[1:])
-        dist.reduce_scatter_tensor(own, padded, group=row.group)
-        return own[: row.own].to(grad.dtype), None
+        share = padded.new_empty(row.longest, *grad.shape[1:])
+        dist.reduce_scatter_tensor(share, padded, group=row.group)
+        return share[: row.length].to(grad.dtype), None
 
 
 class ContextSum(torch.autograd.Function):

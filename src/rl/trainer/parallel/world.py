@@ -202,7 +202,7 @@ def check_division(
 ) -> None:
     """Raises RunError unless the settings divide the number of ranks, or `expert_parallel` the
     ranks of one copy."""
-    for key, value, parts, ranks in (
+    for key, value, what, ranks in (
         ("dp_replicate", dp_replicate, "model copies", size),
         ("context_parallel", context_parallel, "ranks per row", size),
         ("expert_parallel", expert_parallel, "parts of the experts", size // dp_replicate),
@@ -211,7 +211,7 @@ def check_division(
             divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
             of = " of a model copy" if ranks < size else ""
             raise RunError(
-                f"trainer.{key} = {value} ({parts}) does not divide {ranks} ranks{of}; set "
+                f"trainer.{key} = {value} ({what}) does not divide {ranks} ranks{of}; set "
                 f"one of {divisors}, or start other ranks"
             )
 

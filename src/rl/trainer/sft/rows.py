@@ -54,7 +54,7 @@ the policy wanted."""
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One data set."""
 
     dataset: str
@@ -64,7 +64,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Example:
+class ChatExample:
     """A row that is ready to be rendered."""
 
     where: str
@@ -89,18 +89,20 @@ class Example:
         return self.task or json.dumps(prompt or self.messages)
 
 
-def sources(config: SftConfig) -> dict[str, Source]:
+def sources(config: SftConfig) -> dict[str, DataSource]:
     """Returns the data sets of a configuration: `train`, and `validation` if it is a separate
     one."""
-    result = {"train": Source(config.dataset, config.split, "sft.dataset")}
+    result = {"train": DataSource(config.dataset, config.split, "sft.dataset")}
     if config.validation or config.validation_split:
         key = "sft.validation" if config.validation else "sft.validation_split"
         dataset = config.validation or config.dataset
-        result["validation"] = Source(dataset, config.validation_split or config.split, key)
+        result["validation"] = DataSource(dataset, config.validation_split or config.split, key)
     return result
 
 
-def read_examples(source: Source, config: SftConfig, counts: Counter[str]) -> Iterator[Example]:
+def read_examples(
+    source: DataSource, config: SftConfig, counts: Counter[str]
+) -> Iterator[ChatExample]:
     """Yields the examples of a data set, in its order. Counts rows, and rows left out by reason.
     Raises RunError."""
     rows = rows_of(source, config)
@@ -124,7 +126,7 @@ def read_examples(source: Source, config: SftConfig, counts: Counter[str]) -> It
 
 
 def rows_of(
-    source: Source, config: SftConfig
+    source: DataSource, config: SftConfig
 ) -> Callable[[], Iterator[tuple[str, dict[str, Any]]]]:
     """Returns a function that reads a data set from its beginning: it yields the where and the
     content of each row. Raises RunError."""
@@ -140,7 +142,7 @@ def rows_of(
     return lambda: ((f"{name} row {n}", as_written(row)) for n, row in enumerate(data))
 
 
-def refuse_split(source: Source, config: SftConfig) -> None:
+def refuse_split(source: DataSource, config: SftConfig) -> None:
     """Raises RunError if a part is wanted of a file or a data set that has none: the whole would
     be read in its where."""
     setting, wanted = "sft.validation_split", config.validation_split
@@ -158,7 +160,7 @@ def refuse_split(source: Source, config: SftConfig) -> None:
         )
 
 
-def files_of(source: Source) -> list[Path] | None:
+def files_of(source: DataSource) -> list[Path] | None:
     """Returns the JSONL files that a source names, in order; None for a Hugging Face data set.
     Raises RunError."""
     name, path = source.dataset, Path(source.dataset).expanduser()
@@ -205,7 +207,7 @@ def json_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{listed}{where.removeprefix(str(path))}", row
 
 
-def hub_rows(source: Source, config: SftConfig) -> Any:
+def hub_rows(source: DataSource, config: SftConfig) -> Any:
     """Returns the rows of a Hugging Face data set: on the hub, saved in a folder, or a file that
     `datasets` can read. Raises RunError."""
     import datasets
@@ -279,7 +281,7 @@ def task_of(row: dict[str, Any], otherwise: str) -> str:
     return f"{row.get('env')} {row['task']}" if is_named else otherwise
 
 
-def example_of(row: dict[str, Any], where: str, config: SftConfig) -> Example:
+def example_of(row: dict[str, Any], where: str, config: SftConfig) -> ChatExample:
     """Makes an example from a row's columns. Raises RunError with the row's where if its shape
     is wrong, or a part would be ignored."""
     columns = config.columns
@@ -302,7 +304,7 @@ def example_of(row: dict[str, Any], where: str, config: SftConfig) -> Example:
         {key: value for key, value in message.items() if key not in TRAINED} for message in messages
     ]
     task = task_of(row, "")
-    return Example(where, messages, num_context, frozenset(untrained), tools, text, task)
+    return ChatExample(where, messages, num_context, frozenset(untrained), tools, text, task)
 
 
 def parts_of(

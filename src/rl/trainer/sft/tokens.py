@@ -27,7 +27,7 @@ from rl.run_dir.checksums import checksum, verify_files
 from rl.run_dir.files import CorruptFileError, write_directory
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
-from rl.trainer.sft.rows import Example, Source, files_of, read_examples, sources
+from rl.trainer.sft.rows import ChatExample, DataSource, files_of, read_examples, sources
 
 PROGRESS_ROWS = 1000
 """Rows between two progress reports, and examples per write."""
@@ -55,7 +55,7 @@ class Tokenizer:
             self.renderer = load_renderer(str(model), config.renderer, trust_remote_code=trusted)
         self.warnings: set[str] = set()
 
-    def samples(self, example: Example, counts: Counter[str]) -> list[Tokens]:
+    def samples(self, example: ChatExample, counts: Counter[str]) -> list[Tokens]:
         """Returns an example's sequences to train: one, several if the template rewrites earlier
         turns, none if nothing is left."""
         if example.text and not self.chat:
@@ -99,7 +99,7 @@ class Tokenizer:
         counts["cut to model.max_model_len" if fits else "longer than model.max_model_len"] += 1
         return cut if fits else None
 
-    def conversation(self, example: Example) -> list[Tokens]:
+    def conversation(self, example: ChatExample) -> list[Tokens]:
         """Returns a chat's turns to train, each after exactly the ids that would precede it in a
         rollout. Raises RunError."""
         if self.renderer is None:
@@ -186,7 +186,7 @@ def prepare_data(config: RLConfig, base: str, report: Callable[[Phase, None, str
     except RendererError as error:
         raise RunError(str(error)) from None
 
-    def write(path: Path, source: Source) -> tuple[dict[str, Any], set[int]]:
+    def write(path: Path, source: DataSource) -> tuple[dict[str, Any], set[int]]:
         """Returns what the manifest says of a data set, and the hashes of its tasks."""
         counts, tasks, name = Counter[str](), dict[int, int](), source.dataset
         is_here = files_of(source) or Path(name).expanduser().exists()

@@ -36,7 +36,7 @@ from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
-from rl.trainer.store.reader import METADATA, Reader
+from rl.trainer.store.reader import METADATA, CheckpointReader
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.trainer.store.space import require_space
 
@@ -266,7 +266,7 @@ def load(
         )
     manifest = read_manifest(path)
     check_model(path, manifest, model, base)
-    reader, reading = Reader(path), SingleTaskThread()
+    reader, reading = CheckpointReader(path), SingleTaskThread()
     state = without_missing_rng(tensors_of(model, optimizer, world), reader)
     # RNG streams belong to ranks, and mean nothing to another number of ranks
     if manifest["world_size"] != world.size:
@@ -281,7 +281,7 @@ def load(
     return manifest["step"]
 
 
-def without_missing_rng(state: dict[str, Tensor], reader: Reader) -> dict[str, Tensor]:
+def without_missing_rng(state: dict[str, Tensor], reader: CheckpointReader) -> dict[str, Tensor]:
     """Returns the state without RNG streams that the checkpoint lacks, of a rank that its writer
     had not, or of a GPU."""
     return {
@@ -292,7 +292,10 @@ def without_missing_rng(state: dict[str, Tensor], reader: Reader) -> dict[str, T
 
 
 def load_state(
-    state: dict[str, Tensor], reader: Reader, world: World, group: dist.ProcessGroup | None
+    state: dict[str, Tensor],
+    reader: CheckpointReader,
+    world: World,
+    group: dist.ProcessGroup | None,
 ) -> None:
     """Reads a checkpoint into `state`. Raises RuntimeError."""
     if world.device.type == "cuda":
@@ -316,7 +319,7 @@ def load_weights(
     }
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, storage_reader=Reader(path), no_dist=True)
+        dcp.load(state, storage_reader=CheckpointReader(path), no_dist=True)
 
 
 def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel, base: str) -> None:
@@ -341,7 +344,7 @@ def check_model(path: Path, manifest: dict[str, Any], model: PreTrainedModel, ba
 def differing(path: Path, model: PreTrainedModel, optimizer: Optimizer, world: World) -> list[str]:
     """Returns the names of the tensors in this rank's state that differ from a verified
     checkpoint. Every rank calls this."""
-    reader = Reader(path)
+    reader = CheckpointReader(path)
     ours = without_missing_rng(snapshot(model, optimizer, world), reader)
     theirs = {name: torch.zeros_like(value) for name, value in ours.items()}
     dcp.load(theirs, storage_reader=reader)

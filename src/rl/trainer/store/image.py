@@ -27,8 +27,8 @@ from rl.run_dir.in_memory import InMemory
 from rl.trainer.optim import local
 from rl.trainer.store.layout import (
     PAGE,
-    FileTensor,
     Slice,
+    VersionTensor,
     converted,
     dtype_of,
     file_tensors,
@@ -36,7 +36,7 @@ from rl.trainer.store.layout import (
     own_slices,
     published,
 )
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 
 ANYONE = InMemory("", 1, 0, "rl-" + "0" * 32)
 """A file whose mark has the size of every mark."""
@@ -55,7 +55,9 @@ def warned(what: str) -> Iterator[None]:
 class Image:
     """Memory for one version at a time. Every rank calls every method."""
 
-    def __init__(self, tensors: Sequence[FileTensor], slices: Sequence[Slice], ranks: Ranks):
+    def __init__(
+        self, tensors: Sequence[VersionTensor], slices: Sequence[Slice], ranks: RankThreads
+    ):
         """`tensors`: all of a version, in their order; `slices`: this rank's."""
         self.tensors, self.slices, self.ranks = list(tensors), list(slices), ranks
         self.start = len(header(self.tensors, ANYONE.mark))
@@ -110,7 +112,7 @@ class Image:
                 return torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(self.size, dtype=torch.uint8)
 
-    def bytes_of(self, tensor: FileTensor, first: int = 0, end: int | None = None) -> Tensor:
+    def bytes_of(self, tensor: VersionTensor, first: int = 0, end: int | None = None) -> Tensor:
         """Returns the bytes first..end of a tensor in this memory."""
         assert self.memory is not None
         start = self.start + tensor.start
@@ -193,7 +195,7 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
         data, offset = data[done:], offset + done
 
 
-def image_of(model: PreTrainedModel, dtype: torch.dtype, ranks: Ranks) -> Image:
+def image_of(model: PreTrainedModel, dtype: torch.dtype, ranks: RankThreads) -> Image:
     """Returns the image of a model's versions."""
     tensors = file_tensors(model, dtype)
     return Image(tensors, own_slices(tensors, published(model), ranks.rank, ranks.size), ranks)

@@ -38,7 +38,7 @@ ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class FileTensor:
+class VersionTensor:
     """A tensor of a version's files."""
 
     name: str
@@ -67,7 +67,7 @@ class FileTensor:
 class Slice:
     """The bytes first..end of a tensor, which this rank holds."""
 
-    tensor: FileTensor
+    tensor: VersionTensor
     first: int
     end: int
     element: int = 0
@@ -110,7 +110,7 @@ class Tracing(TorchDispatchMode):
         return result
 
     def offset(self, tensor: Tensor) -> int | None:
-        """See FileTensor.offset."""
+        """See VersionTensor.offset."""
         source = self.named[self.sources[storage(tensor)][0]]
         return (
             tensor.storage_offset()
@@ -149,7 +149,7 @@ def dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def file_tensors(model: PreTrainedModel, dtype: torch.dtype) -> list[FileTensor]:
+def file_tensors(model: PreTrainedModel, dtype: torch.dtype) -> list[VersionTensor]:
     """Returns the tensors of a version's files, in their order. Raises RunError if a part of
     them cannot be converted by itself."""
     empty = {
@@ -161,12 +161,12 @@ def file_tensors(model: PreTrainedModel, dtype: torch.dtype) -> list[FileTensor]
             named = {lora.name_in_file(name): tensor for name, tensor in empty.items()}
         else:
             named = revert_weight_conversion(model, dict(empty))
-    tensors: list[FileTensor] = []
+    tensors: list[VersionTensor] = []
     end = 0
     # aligns each to its item size
     for name, tensor in sorted(named.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
         sources, offset = tracing.sources[storage(tensor)], tracing.offset(tensor)
-        tensors.append(FileTensor(name, tensor.dtype, tensor.shape, end, sources, offset))
+        tensors.append(VersionTensor(name, tensor.dtype, tensor.shape, end, sources, offset))
         end = tensors[-1].end
     for sources, group in converted(tensors).items():
         alone = revert_weight_conversion(model, {name: empty[name] for name in sources})
@@ -179,9 +179,9 @@ def file_tensors(model: PreTrainedModel, dtype: torch.dtype) -> list[FileTensor]
     return tensors
 
 
-def converted(tensors: Sequence[FileTensor]) -> dict[tuple[str, ...], list[FileTensor]]:
+def converted(tensors: Sequence[VersionTensor]) -> dict[tuple[str, ...], list[VersionTensor]]:
     """Returns the tensors that must be converted, by what they are made of."""
-    groups = defaultdict[tuple[str, ...], list[FileTensor]](list)
+    groups = defaultdict[tuple[str, ...], list[VersionTensor]](list)
     for tensor in tensors:
         if tensor.offset is None:
             groups[tensor.sources].append(tensor)
@@ -220,7 +220,7 @@ def runs(value: Tensor, is_main: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def own_slices(
-    tensors: Sequence[FileTensor], values: dict[str, Tensor], rank: int, size: int
+    tensors: Sequence[VersionTensor], values: dict[str, Tensor], rank: int, size: int
 ) -> list[Slice]:
     """Returns what rank `rank` of `size` ranks publishes of each tensor; converted ones are
     dealt out to the ranks in turn."""
@@ -245,7 +245,7 @@ def name_of(dtype: torch.dtype) -> str:
     return json.loads(save({"none": torch.empty(0, dtype=dtype)})[8:])["none"]["dtype"]
 
 
-def header(tensors: Sequence[FileTensor], begins: bytes = FORMAT) -> bytes:
+def header(tensors: Sequence[VersionTensor], begins: bytes = FORMAT) -> bytes:
     """Returns what a safetensors file with these tensors has in front of them: the length of its
     JSON and the JSON, which `begins` so. Its size is whole pages, so that a byte of a version lies
     at the same place of its page in memory and on disk, as `write_pages` needs it."""

@@ -29,7 +29,7 @@ from rl.trainer.determinism import differing_conditions
 from rl.trainer.model import lora
 from rl.trainer.parallel.world import World
 from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.registered import Registered
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.trainer.store.versions import PublishedVersion
@@ -58,7 +58,9 @@ class Publisher:
         """Without a client nothing is announced, and no version is kept for evaluations. `warn`:
         see Status.warn. Every rank calls this."""
         self.warn, self.deadline_s = warn, wait.timeout_s + DISK_S + MORE_S
-        self.ranks = Ranks(world, self.deadline_s)  # rank 0 waits for the orchestrator meanwhile
+        self.ranks = RankThreads(
+            world, self.deadline_s
+        )  # rank 0 waits for the orchestrator meanwhile
         self.run_dir, self.config, self.client, self.wait = run_dir, config, client, wait
         self.retention = Retention(run_dir.weights_dir, ("",), config.keep_last, config.keep_every)
         self.retention.continues = lambda number: is_delta(run_dir.weights(number))

@@ -13,7 +13,7 @@ from rl.system.linux import pid_scope
 from rl.trainer.parallel.world import World
 
 
-class Ranks:
+class RankThreads:
     """One thread of each rank, or one after the other; they all call the same methods in the
     same order. Without a world: a rank alone."""
 

@@ -51,7 +51,7 @@ class TensorsOnly(pickle.Unpickler):
         return Path if name == "PosixPath" else super().find_class(module, name)
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """The reader of one checkpoint, which was verified. Raises RunError for one that another
     program than rl's trainer has written."""
 
@@ -64,7 +64,7 @@ class Reader(FileSystemReader):
 
 
 def metadata_of(path: Path) -> Metadata:
-    """What a checkpoint holds and where. Raises as Reader does."""
+    """What a checkpoint holds and where. Raises as CheckpointReader does."""
     try:
         with (path / METADATA).open("rb") as file:
             metadata = TensorsOnly(file).load()

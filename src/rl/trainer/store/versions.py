@@ -33,8 +33,8 @@ from rl.system.errors import RunError
 from rl.trainer.model import lora
 from rl.trainer.store.deltas import LastVersion
 from rl.trainer.store.image import Image, image_of
-from rl.trainer.store.layout import FileTensor, header
-from rl.trainer.store.ranks import Ranks
+from rl.trainer.store.layout import VersionTensor, header
+from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.space import require_space
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
@@ -97,7 +97,7 @@ class PublishedVersion:
                 again[tensor.name] = self.image.ranks.of_main(partial(digest_like, other, data))
         return again
 
-    def whole(self, tensor: FileTensor) -> Tensor:
+    def whole(self, tensor: VersionTensor) -> Tensor:
         """The bytes of a tensor; on ranks other than 0 its content is undefined."""
         if self.image.ranks.size == 1:
             return self.image.bytes_of(tensor)
@@ -197,7 +197,7 @@ def snapshot(
     base: Path,
     dtype: torch.dtype,
     made_by: dict[str, Any],
-    ranks: Ranks | None = None,
+    ranks: RankThreads | None = None,
     before: PublishedVersion | None = None,
 ) -> PublishedVersion:
     """Copies the model's weights, so that they can be written while training continues: each rank
@@ -207,7 +207,7 @@ def snapshot(
     for a single rank. `before`: a version that is no longer needed in this process; its memory is
     reused unless another process reads it.
     """
-    image = before.image if before else image_of(model, dtype, ranks or Ranks())
+    image = before.image if before else image_of(model, dtype, ranks or RankThreads())
     image.claim()
     image.fill(model, dtype)
     faults.point("weights.cast")
