@@ -21,7 +21,7 @@ from rl.system.terminal import say, table
 from rl.wire.batch_file import write_batch
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainBatch
-from rl.wire.parity import LIMITS, Limit, Parity, Scored, likely_cause, parity_of
+from rl.wire.parity import LIMITS, Limit, Parity, ScoredToken, likely_cause, parity_of
 
 TEXTS = (
     "The capital of France is",
@@ -61,7 +61,7 @@ async def examine(config: RLConfig, values: dict[str, Any], children: Children) 
 
 async def parity(
     config: RLConfig, num_tokens: int, work: Path, children: Children
-) -> tuple[list[Scored], int | None]:
+) -> tuple[list[ScoredToken], int | None]:
     """Samples from a server of the model, stops it, and scores the samples with the trainer's
     code. Returns (scored tokens, the model's sliding window in tokens or None)."""
     dtype = config.model.dtype
@@ -95,7 +95,7 @@ async def parity(
     if child.exit_code:
         raise failure(child, child.ending())
     answer = json.loads(output(child)[-1])
-    return [Scored(*token) for token in answer["tokens"]], answer["sliding_window"]
+    return [ScoredToken(*token) for token in answer["tokens"]], answer["sliding_window"]
 
 
 def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]:
@@ -109,7 +109,7 @@ def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]
     return [text_ids(tokenizer, text)[:room] for text in texts]
 
 
-def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
+def report(dtype: str, scored: list[ScoredToken], sliding_window: int | None) -> int:
     """Prints the table of a dtype. Returns 1 if trainer and inference disagree."""
     limit, whole = LIMITS[dtype], parity_of([token.difference for token in scored])
     results = [("both", whole)]
