@@ -235,7 +235,7 @@ def rl(args: list[str]) -> None:
         assert len(take("rl env", rest[1:], options)[1]) == (rest[0] != "list")
     elif command == "replay":
         _, (run,) = take("rl replay", rest, replay.OPTIONS)
-        replay.open_run(run)
+        replay.open_run(named_run(run))
     elif command == "view":
         _, places = take("rl view", rest, module.OPTIONS)
         assert all(place.startswith("outputs/") for place in places)

@@ -11,12 +11,12 @@ import pytest
 
 from rl.cluster import agent as module
 from rl.cluster.agent import RankAgent
-from rl.config.run import RLConfig
 from rl.launch.devices import Share, Split
 from rl.launch.roles import AGENT
 from rl.run_dir.nodes import TrainerWorld
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.children import PYTHON
+from tests.cluster.configs import run_config
 from tests.waiting import alive, until
 
 PROGRAM = f"""#!{sys.executable}
@@ -48,17 +48,11 @@ def make(tmp_path, children, monkeypatch):
 
     def make_agent(ranks: int) -> tuple[RankAgent, Path]:
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
-        tables = {
-            "name": "x",
-            "output_dir": str(tmp_path),
-            "cluster": cluster,
-            "orchestrator": {"environment": [{"id": "first-half"}]},
-        }
         share = Share([], sorted(os.sched_getaffinity(0)), {"SHARE": "1"})
         note = tmp_path / "note"
         environment = {"NODE": "1", "NOTE": str(note)}
         return RankAgent(
-            RLConfig.model_validate(tables),
+            run_config(tmp_path, cluster),
             1,
             5,
             Split(share, share, ranks, {}),

@@ -2,6 +2,7 @@
 and its interfaces say."""
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +11,9 @@ from rl.cluster import identity
 from rl.cluster.identity import index_of
 from rl.cluster.lead import with_open_hosts
 from rl.config.cluster import ClusterConfig
-from rl.config.run import RLConfig
 from rl.run_dir.status import NODE_ADDRESS
 from rl.system.errors import ConfigError
-
-CLUSTER = {
-    "name": "x",
-    "orchestrator": {"environment": [{"id": "first-half"}]},
-    "cluster": {"nodes": 2},
-}
+from tests.cluster.configs import run_config
 
 
 def no_route():
@@ -57,13 +52,13 @@ def test_a_machine_without_ipv4_has_an_address_too(monkeypatch, named, route, in
         identity.psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(isup=True)}
     )
     assert identity.own_address() == own
-    config = with_open_hosts(RLConfig.model_validate(CLUSTER))
+    config = with_open_hosts(run_config(Path("o"), {}))
     assert config.inference.host == config.orchestrator.host == ("::" if ":" in own else "0.0.0.0")
 
 
 def test_two_machines_over_ipv6_listen_there(monkeypatch):
     monkeypatch.setenv(NODE_ADDRESS, "::1")
-    assert with_open_hosts(RLConfig.model_validate(CLUSTER)).inference.host == "::"
+    assert with_open_hosts(run_config(Path("o"), {})).inference.host == "::"
 
 
 @pytest.mark.parametrize(

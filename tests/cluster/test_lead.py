@@ -10,19 +10,13 @@ from rl.cluster.world import END_S
 from rl.config.run import RLConfig
 from rl.run_dir.lease import LEASE_S, hold_role
 from rl.run_dir.nodes import TrainerWorld
+from tests.cluster.configs import run_config
 from tests.waiting import until
 
 
-def make_config(tmp_path, **tables) -> RLConfig:
-    place = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "cluster": {"nodes": 3},
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    return RLConfig.model_validate(
-        place | {"supervisor": {"backoff_s": 0, "max_restarts": 2}} | tables
-    )
+def make_config(tmp_path, cluster=None, **tables) -> RLConfig:
+    supervisor = {"backoff_s": 0, "max_restarts": 2}
+    return run_config(tmp_path, cluster or {}, supervisor=supervisor, **tables)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -19,19 +20,14 @@ from rl.run_dir.nodes import Nodes, RunOver
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.errors import GIVE_UP, RESTART, ConfigError, RunError
 from rl.system.machine import Machine
+from tests.cluster.configs import run_config
 from tests.launch.test_run import DRIVER, ENVIRONMENTS, FOREVER, SCRIPTS
 from tests.waiting import until
 
 
 def make_config(tmp_path, **cluster) -> RLConfig:
-    cluster = {"nodes": 2, "trainer_nodes": 1, "join_timeout_s": 0.2} | cluster
-    about = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "cluster": cluster,
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    return RLConfig.model_validate(about)
+    usual = {"nodes": 2, "trainer_nodes": 1, "join_timeout_s": 0.2}
+    return run_config(tmp_path, usual | cluster)
 
 
 def test_one_that_waits_for_a_leader_in_vain_is_to_be_started_again(tmp_path, children, capsys):
@@ -187,8 +183,8 @@ def test_a_server_waits_until_the_directory_is_prepared_for_this_start(tmp_path,
 )
 def test_gpus_of_a_machine(cluster, trainer, inference):
     """Counts that only divide the machines leave each all of its GPUs."""
-    about = {"cluster": cluster, "orchestrator": {"environment": [{"id": "first-half"}]}}
-    config = RLConfig.model_validate(about | {"trainer": {"gpus": 1}, "inference": {"gpus": 3}})
+    gpus = {"trainer": {"gpus": 1}, "inference": {"gpus": 3}}
+    config = run_config(Path("o"), cluster, **gpus)
     box = Machine(gpus=["0", "1", "2", "3"], cores=[0])
     assert own_share(config, ["trainer"], box).trainer.gpus == trainer
     assert own_share(config, ["inference"], box).inference.gpus == inference
@@ -217,14 +213,9 @@ def test_a_single_machine_that_is_taken_away_has_all_of_its_grace(tmp_path, chil
     `rl node` are told, one a bit later."""
     monkeypatch.setattr(Children.stop, "__defaults__", (0.5,))
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
-    about = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "orchestrator": {"environment": [{"id": "say-digit"}]},
-    }
-    config = RLConfig.model_validate(
-        about | {"cluster": {"engine": "slurm", "nodes": 1, "grace_s": 8}}
-    )
+    single = {"engine": "slurm", "nodes": 1, "grace_s": 8}
+    environments = {"environment": [{"id": "say-digit"}]}
+    config = run_config(tmp_path, single, orchestrator=environments)
     node = Node(config, 0, children)
     scripts = SCRIPTS | {"orchestrator": FOREVER, "trainer": SAVES}
     shorter = "from rl.launch.children import Children\nChildren.stop.__defaults__ = (0.5,)\n"

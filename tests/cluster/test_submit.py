@@ -12,15 +12,11 @@ from rl.config.command_line import CommandLine, to_toml
 from rl.config.run import RLConfig
 from rl.run_dir.nodes import Nodes, RunOver
 from rl.system.errors import ConfigError, RunError
+from tests.cluster.configs import run_config
 
 
 def make(tmp_path, **cluster: object) -> RLConfig:
-    place = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    return RLConfig.model_validate(place | {"cluster": {"nodes": 3} | cluster})
+    return run_config(tmp_path, cluster)
 
 
 @pytest.fixture
@@ -113,18 +109,8 @@ def test_a_default_of_the_machine_that_submits_is_not_passed_on_in_silence(
     engine, monkeypatch, tmp_path, capsys, here, model, said
 ):
     monkeypatch.setattr("rl.config.run.multiplies_bfloat16", lambda: here)
-    place = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    submit(
-        RLConfig.model_validate(
-            place | {"model": model, "cluster": {"nodes": 3, "engine": "slurm"}}
-        ),
-        CommandLine(),
-        None,
-    )
+    config = run_config(tmp_path, {"engine": "slurm"}, model=model)
+    submit(config, CommandLine(), None)
     assert capsys.readouterr().out.count("set bfloat16 if the run's machines do") == said
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rl.commands import policy_spec
 from rl.commands.play_session import server_config
-from rl.commands.policy_spec import Source, resolve
+from rl.commands.policy_spec import PolicySource, resolve
 from rl.config.command_line import build, parse_args, to_toml
 from rl.system.errors import RunError
 from tests.commands.servers import KEY, Endpoint
@@ -42,21 +42,21 @@ def run(tmp_path):
 
 
 def test_models(tmp_path):
-    assert look(None) == Source("base", "owner/base")
-    assert look("owner/other") == Source("other", "owner/other")
+    assert look(None) == PolicySource("base", "owner/base")
+    assert look("owner/other") == PolicySource("other", "owner/other")
     folder = tmp_path / "m"
     folder.mkdir()
-    assert look(str(folder)) == Source("m", str(folder))
+    assert look(str(folder)) == PolicySource("m", str(folder))
 
 
 def test_versions_of_a_run(run):
     assert (
         look(str(run))
         == look(f"{run}@12")
-        == Source("r@12", str(run / "weights" / "000012"), policy_version=12)
+        == PolicySource("r@12", str(run / "weights" / "000012"), policy_version=12)
     )
     assert look(f"{run}@3").model.endswith("weights/000003")
-    assert look(f"{run}@0") == Source("r@0", "owner/base", policy_version=0)
+    assert look(f"{run}@0") == PolicySource("r@0", "owner/base", policy_version=0)
     assert (
         f"{run}@4: version 4 is not in {run}/weights; there are 3, 12 (and 0, the base model)"
         in fault(f"{run}@4")
@@ -69,7 +69,9 @@ def test_weights_that_lie_elsewhere(run, tmp_path):
         to_toml(config("--name", "r", "--trainer.weights.dir", str(tmp_path / "shm")))
     )
     (tmp_path / "shm" / "r" / "000007").mkdir(parents=True)
-    assert look(str(run)) == Source("r@7", str(tmp_path / "shm" / "r" / "000007"), policy_version=7)
+    assert look(str(run)) == PolicySource(
+        "r@7", str(tmp_path / "shm" / "r" / "000007"), policy_version=7
+    )
 
 
 def test_the_best_version(run):
@@ -154,7 +156,7 @@ def test_inference_servers_that_run_already():
 
 
 def test_a_label_as_a_file_name():
-    assert [Source(label).slug for label in ("r@12", "a b/c:d", "...")] == [
+    assert [PolicySource(label).slug for label in ("r@12", "a b/c:d", "...")] == [
         "r@12",
         "a-b-c-d",
         "policy",
@@ -167,8 +169,8 @@ def test_adapters_are_served_with_their_base(run, tmp_path):
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "/gone", "r": 4, "lora_alpha": 8.0})
     )
-    assert look(f"{run}@12") == Source("r@12", "owner/base", str(folder), 12)
-    assert look(str(folder)) == Source("000012", "/gone", str(folder))
+    assert look(f"{run}@12") == PolicySource("r@12", "owner/base", str(folder), 12)
+    assert look(str(folder)) == PolicySource("000012", "/gone", str(folder))
     served = server_config(config(), "owner/base", tmp_path / "work", str(folder))
     assert (served.trainer.lora.rank, served.trainer.lora.alpha, served.model.name) == (
         4,

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rl.diagnosis.machines import changes
-from rl.diagnosis.state import Machine
+from rl.diagnosis.state import RunMachine
 from rl.diagnosis.waits import diagnose
 from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver, TrainerWorld
 from rl.run_dir.status import Phase, Staleness
@@ -181,8 +181,11 @@ def test_what_becomes_of_machines_is_told_once(run):
         started=0.0,
         heartbeat=0.0,
     )
-    absent = Machine(1, ["inference"])
-    here, lost = Machine(1, ["inference"], status), Machine(1, ["inference"], status, silent_s=31.0)
+    absent = RunMachine(1, ["inference"])
+    here, lost = (
+        RunMachine(1, ["inference"], status),
+        RunMachine(1, ["inference"], status, silent_s=31.0),
+    )
     told: dict[int, str] = {}
     said = [changes(told, [one]) for one in (absent, here, here, lost, lost, here, absent)]
     assert said == [

@@ -25,16 +25,20 @@ def run_dir(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_dir = make_run(tmp_path / "x")
     write_step(run_dir, 1, [group(0, [0.0, 1.0], task=3), group(1, [1.0, 1.0], task=4)])
-    write_step(
-        run_dir,
-        2,
-        [group(2, [0.0, 0.5], task=3, version=1), group(3, [0.0, 0.0], "words", version=1)],
-    )
+    second = group(2, [0.0, 0.5], task=3, version=1), group(3, [0.0, 0.0], "words", version=1)
+    write_step(run_dir, 2, [*second])
     return run_dir
 
 
+def noted_reads(monkeypatch) -> list[str]:
+    """The names of the files of rollouts that are read from now on."""
+    read, sound = [], index.sound_rollouts
+    monkeypatch.setattr(index, "sound_rollouts", lambda path: read.append(path.name) or sound(path))
+    return read
+
+
 def ids(rollouts):
-    return [(one.group_id, one.rollout_id) for one in rollouts]
+    return [(rollout.group_id, rollout.rollout_id) for rollout in rollouts]
 
 
 def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
@@ -45,70 +49,39 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     assert ids(run.rollouts(why=["no_signal"], env="sums")) == [(1, 0), (1, 1)]
     with pytest.raises(RunError, match="env = nobody: has no rollouts; there are: sums, words"):
         run.rollouts(env=["sums", "nobody"])
-    assert (
-        ids(run.rollouts(step=2, task={3}))
-        == ids(run.rollouts(version=1, task=3))
-        == [(2, 0), (2, 1)]
-    )
+    second = [(2, 0), (2, 1)]
+    assert ids(run.rollouts(step=2, task={3})) == ids(run.rollouts(version=1, task=3)) == second
     assert ids(run.rollouts(step=range(1, 2), reward=(0.5, None))) == [(0, 1), (1, 0), (1, 1)]
-    assert ids(run.rollouts(exact=(None, 0.5), step=[1, 2], env=["sums"])) == [
-        (0, 0),
-        (2, 0),
-        (2, 1),
-    ]
+    assert ids(run.rollouts(exact=(None, 0.5), step=[1, 2], env=["sums"])) == [(0, 0), *second]
     best = found.sorted("reward", descending=True)
-    assert ids(best[:4]) == [(0, 1), (1, 0), (1, 1), (2, 1)] and ids(best[4:6]) == [(0, 0), (2, 0)]
+    assert ids(best[:6]) == [(0, 1), (1, 0), (1, 1), (2, 1), (0, 0), (2, 0)]
     assert ids(found.sorted("env", descending=True)[:2]) == [(3, 0), (3, 1)]
-    assert found.counts("why") == {"trained": 4, "no_signal": 4} and found.counts("kind") == {
-        "train": 8
-    }
-    assert {version: ids(part) for version, part in run.task("sums", 3).items()} == {
-        0: [(0, 0), (0, 1)],
-        1: [(2, 0), (2, 1)],
-    }
-    assert ids(run.group(2)) == [(2, 0), (2, 1)]
-    one = found[5]
-    assert (one.kind, one.step, one.version, one.env, one.task, one.reward, one.why) == (
-        "train",
-        2,
-        1,
-        "sums",
-        3,
-        0.5,
-        "trained",
-    )
-    assert (one["num_tokens"], one["outcome"], one.metrics, one.advantage) == (
-        3,
-        "finished",
-        {"exact": 0.5},
-        0.25,
-    )
-    assert (
-        one.messages[1]["content"] == "four"
-        and one.row["stop"] == "stop"
-        and "assistant: four" in one.text
-    )
-    assert [ids([hit]) for hit in found.containing("fou")] == [
-        [place] for place in ids(found)
-    ] and not [*found.containing("five")]
-    # which no one wrote
-    assert not [*found.containing("role")] and not [*found.containing("assistant")]
+    assert found.counts("why") == {"trained": 4, "no_signal": 4}
+    assert found.counts("kind") == {"train": 8} and ids(run.group(2)) == second
+    by_version = {version: ids(rollouts) for version, rollouts in run.task("sums", 3).items()}
+    assert by_version == {0: [(0, 0), (0, 1)], 1: second}
+    sixth = found[5]
+    fields = ("kind", "step", "version", "env", "task", "reward", "why", "advantage")
+    assert [getattr(sixth, name) for name in fields] == [
+        *("train", 2, 1, "sums", 3, 0.5, "trained", 0.25)
+    ]
+    assert (sixth["num_tokens"], sixth["outcome"], sixth.metrics) == (3, "finished", {"exact": 0.5})
+    assert sixth.messages[1]["content"] == "four" and sixth.row["stop"] == "stop"
+    assert "assistant: four" in sixth.text
+    assert ids(found.containing("fou")) == ids(found)
+    # of which no one wrote the last two
+    for text in ("five", "role", "assistant"):
+        assert not [*found.containing(text)]
     assert len(found.where(exact=[0.5, 0.1])) == 1
-    with pytest.raises(
-        RunError, match=r"length_mean: rollouts have no such field; there are: kind, step, .*exact"
-    ):
-        run.rollouts(length_mean=1)
-    with pytest.raises(RunError, match="give several words as a list"):
-        run.rollouts(why=("trained", "error"))
-    with pytest.raises(
-        RunError,
-        match="why = no-signal: no rollout of the run has it; there are: trained, no_signal",
-    ):
-        run.rollouts(why="no-signal")
     assert len(run.rollouts(why="error")) == 0  # which is a word of the reader's own
-    with pytest.raises(RunError, match="step = '1': give a number"):
-        run.rollouts(step="1")
     for wanted, words in (
+        ({"length_mean": 1}, "length_mean: rollouts have no such field; there are: kind, .*exact"),
+        ({"why": ("trained", "error")}, "give several words as a list"),
+        (
+            {"why": "no-signal"},
+            "no-signal: no rollout of the run has it; there are: trained, no_signal",
+        ),
+        ({"step": "1"}, "step = '1': give a number"),
         (
             {"step": slice(1, 2)},
             "step = slice\\(1, 2, None\\): give a number, several in a list or a range, or a pair",
@@ -123,19 +96,16 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     ):
         with pytest.raises(RunError, match=words):
             run.rollouts(**wanted)
-    for ask, words in (
-        (lambda: run.group(9), "group 9: has no rollouts"),
-        (lambda: run.task("sums", 99), "task 99 of sums: has no rollouts"),
-        (lambda: run.tokens(step="10"), "step = '10': give a whole number from 1"),
-        (lambda: run.timeline(begin="x"), "begin = 'x', end = None: give two numbers"),
-        (
-            lambda: run.timeline(begin=5, end=1),
-            "begin = 5, end = 1: give two numbers in this order",
-        ),
-        (lambda: run.log("trainer", lines=-1), "lines = -1: give a whole number from 0"),
+    for method, args, words in (
+        (run.group, [9], "group 9: has no rollouts"),
+        (run.task, ["sums", 99], "task 99 of sums: has no rollouts"),
+        (run.tokens, ["10"], "step = '10': give a whole number from 1"),
+        (run.timeline, ["x"], "begin = 'x', end = None: give two numbers"),
+        (run.timeline, [5, 1], "begin = 5, end = 1: give two numbers in this order"),
+        (run.log, ["trainer", None, -1], "lines = -1: give a whole number from 0"),
     ):
         with pytest.raises(RunError, match=words):
-            ask()
+            method(*args)
 
 
 def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
@@ -208,16 +178,9 @@ def test_an_interrupt_while_files_are_read_loses_no_rollout(run_dir, monkeypatch
 
 def test_a_table_has_all_fields(run_dir):
     frame = Run(run_dir.root).rollouts(step=1).frame("pandas")
-    assert frame.reward.tolist() == [0.0, 1.0, 1.0, 1.0] and frame.why.tolist() == [
-        "trained",
-        "trained",
-        "no_signal",
-        "no_signal",
-    ]
-    assert frame.exact.tolist() == frame.reward.tolist() and frame.kind.unique().tolist() == [
-        "train"
-    ]
-    assert len(frame[~frame.failed]) == 4 and len(frame[frame.truncated]) == 0
+    assert frame.reward.tolist() == frame.exact.tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert frame.why.tolist() == ["trained"] * 2 + ["no_signal"] * 2
+    assert {*frame.kind} == {"train"} and not frame.failed.any() and not frame.truncated.any()
     columns = Run(run_dir.root).rollouts().frame("columns")
     assert columns["task"].tolist() == [3, 3, 4, 4, 3, 3, 0, 0] and "offset" not in columns
     with pytest.raises(RunError, match="kind = 'arrow': give pandas, polars or columns"):
@@ -235,32 +198,20 @@ def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch
         file.write(b"torn")
     assert len(run.rollouts("pending")) == 2 and run.rollouts("pending")[1].text
     waiting = run.rollouts("pending")
-    read = []
-    monkeypatch.setattr(
-        index,
-        "sound_rollouts",
-        lambda path, sound=index.sound_rollouts: read.append(path.name) or sound(path),
-    )
+    read = noted_reads(monkeypatch)
     write_step(run_dir, 3, [group(4, [0.0, 1.0])])
     # before it is made anew
-    assert (
-        len(run.rollouts("pending")) == 0 and len(run.rollouts()) == 10 and read == ["000003.jsonl"]
-    )
+    assert len(run.rollouts("pending")) == 0 and len(run.rollouts()) == 10
     pending.groups = [group(5, [1.0])]
     pending.rewrite()
-    assert (
-        ids(run.rollouts())[-3:] == [(4, 0), (4, 1), (5, 0)]
-        and len(run.rollouts("train")) == 10
-        and read == ["000003.jsonl"]
-    )
+    assert ids(run.rollouts())[-3:] == [(4, 0), (4, 1), (5, 0)]
+    assert len(run.rollouts("train")) == 10 and read == ["000003.jsonl"]
     with pytest.raises(RunError, match="has moved: its file was rewritten"):
         _ = waiting[1].row
     # the orchestrator was killed before its commit
     write_step(run_dir, 3, [group(6, [0.0, 1.0, 0.0])])
-    assert (
-        ids(run.rollouts(step=3)) == [(6, 0), (6, 1), (6, 2)]
-        and run.rollouts(step=3)[2].row["group_id"] == 6
-    )
+    assert ids(run.rollouts(step=3)) == [(6, 0), (6, 1), (6, 2)]
+    assert run.rollouts(step=3)[2].row["group_id"] == 6
 
 
 def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
@@ -269,13 +220,10 @@ def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
     run = Run(run_dir.root)
     first = run.rollouts(step=1)[1]
     assert len(run.rollouts()) == 18
-    compress_rollouts(run_dir.rollouts(1))
-    compress_rollouts(run_dir.rollouts(2))
-    assert (
-        first.messages
-        and run.rollouts(step=2)[3].row["env"] == "words"
-        and len(run.rollouts()) == 18
-    )
+    for step in (1, 2):
+        compress_rollouts(run_dir.rollouts(step))
+    assert first.messages and run.rollouts(step=2)[3].row["env"] == "words"
+    assert len(run.rollouts()) == 18
     run_dir.rollouts_dir.joinpath("000001.jsonl.gz").unlink()
     sum_path(run_dir.rollouts(1)).unlink()
     with pytest.raises(RunError, match=r"000001.jsonl: no longer exists"):
@@ -284,47 +232,34 @@ def test_old_steps_are_compressed_deleted_damaged_or_taken_back(run_dir):
     run_dir.discard_after(4)
     assert sorted(run.rollouts().counts("step")) == [2, 3, 4]
     write_step(run_dir, 5, [group(40, [0.0, 1.0])])
-    assert ids(run.rollouts(step=5)) == [(40, 0), (40, 1)] and ids(run.rollouts())[-3:] == [
-        (5, 1),
-        (40, 0),
-        (40, 1),
-    ]
+    assert ids(run.rollouts(step=5)) == [(40, 0), (40, 1)]
+    assert ids(run.rollouts())[-3:] == [(5, 1), (40, 0), (40, 1)]
     write_file(run_dir.rollouts(5), b"x")
-    assert (
-        not run.rollouts(step=5)
-        and "its checksum does not match" in run.damaged[run_dir.rollouts(5)]
-    )
+    assert not run.rollouts(step=5)
+    assert "its checksum does not match" in run.damaged[run_dir.rollouts(5)]
     write_file(run_dir.rollouts(6), b'{"reward": "high"}\n')
-    assert (
-        "000006.jsonl:1: not a rollout of this version of rl" in run.damaged[run_dir.rollouts(6)]
-        and len(run.rollouts()) == 8
-    )
+    fault = run.damaged[run_dir.rollouts(6)]
+    assert "000006.jsonl:1: not a rollout of this version of rl" in fault
+    assert len(run.rollouts()) == 8
 
 
 def test_evaluations_by_version_and_example(run_dir):
     for version, rewards in {0: [0.0, 0.0], 2: [0.0, 1.0]}.items():
         write_eval_of(run_dir, version, rewards)
     run = Run(run_dir.root)
-    assert {
-        version: part.column("reward").tolist()
-        for version, part in run.task("held-out", 1, "eval").items()
-    } == {0: [0.0], 2: [1.0]}
+    rewards = {
+        version: rollouts.column("reward").tolist()
+        for version, rollouts in run.task("held-out", 1, "eval").items()
+    }
+    assert rewards == {0: [0.0], 2: [1.0]}
     last = run.rollouts("eval", version=2)[1]
-    assert (
-        (last.kind, last.step, last.group_id, last.task) == ("eval", None, None, 1)
-        and math.isnan(last.advantage)
-        and last.text
-    )
+    assert (last.kind, last.step, last.group_id, last.task) == ("eval", None, None, 1)
+    assert math.isnan(last.advantage) and last.text
     assert last["rollout_id"] == -1 and last.rollout_id is None and last["episode"] == 0
     write_eval_of(run_dir, 4, [1.0, 1.0])
-    assert [version.evals for version in run.versions] == [
-        {"held-out": 0.0},
-        {"held-out": 0.5},
-        {"held-out": 1.0},
-    ]
-    assert [version.best_of for version in run.versions] == [(), (), ("held-out",)] and len(
-        run.rollouts("eval")
-    ) == 6
+    assert [version.evals["held-out"] for version in run.versions] == [0.0, 0.5, 1.0]
+    assert [version.best_of for version in run.versions] == [(), (), ("held-out",)]
+    assert len(run.rollouts("eval")) == 6
 
 
 def test_rollouts_that_failed_have_their_cause(run_dir):
@@ -346,19 +281,11 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
     kept = index.cache_file(run_dir.root)
     assert kept.is_file()
     monkeypatch.setattr(index, "CACHE_S", math.inf)
-    read = []
-    monkeypatch.setattr(
-        index,
-        "sound_rollouts",
-        lambda path, sound=index.sound_rollouts: read.append(path.name) or sound(path),
-    )
+    read = noted_reads(monkeypatch)
     write_step(run_dir, 3, [group(4, [0.0, 1.0])])
     again = Run(run_dir.root)
-    assert (
-        len(again.rollouts()) == 10
-        and len(again.rollouts("eval")) == 1
-        and read == ["000003.jsonl"]
-    )
+    assert len(again.rollouts()) == 10 and len(again.rollouts("eval")) == 1
+    assert read == ["000003.jsonl"]
     for name, values in again.rollouts(step=[1, 2]).columns().items():
         assert np.array_equal(values, before[name], equal_nan=values.dtype.kind == "f"), name
     write_step(run_dir, 1, [group(9, [0.0, 1.0])])
@@ -366,26 +293,17 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
     monkeypatch.setattr(index, "CACHE_S", 0.0)
     write_file(run_dir.rollouts(2), b"x")
     for _ in range(2):  # what is damaged is said by whoever has the index from the cache, too
-        assert len(Run(run_dir.root).rollouts()) == 4 and [*Run(run_dir.root).damaged] == [
-            run_dir.rollouts(2)
-        ]
+        assert len(Run(run_dir.root).rollouts()) == 4
+        assert [*Run(run_dir.root).damaged] == [run_dir.rollouts(2)]
     kept.write_bytes(b"damaged")
     monkeypatch.setattr(index, "CACHE_S", math.inf)
     assert len(Run(run_dir.root).rollouts()) == 4
 
 
 def test_a_million_rollouts_take_a_hundred_megabytes_and_filters_are_fast():
-    lines, words = (
-        [
-            columns.RolloutLine(reward=i / 7, messages=b"", env="e", metrics={"m": 1.0})
-            for i in range(1000)
-        ],
-        columns.Words(),
-    )
-    for line in lines:
-        vars(line).update(kind="train", file="rollouts/000001.jsonl", offset=0, length=1)
-    joined = columns.joined([columns.columns_of(lines, words)] * 20)
-    assert (
-        len(joined["kind"]) == 20_000
-        and sum(array.nbytes for array in joined.values()) / 20_000 < 160
-    )
+    words = columns.Words()
+    line = columns.RolloutLine(reward=0.5, messages=b"", env="e", metrics={"m": 1.0})
+    vars(line).update(kind="train", file="rollouts/000001.jsonl", offset=0, length=1)
+    joined = columns.joined([columns.columns_of([line] * 1000, words)] * 20)
+    assert len(joined["kind"]) == 20_000
+    assert sum(array.nbytes for array in joined.values()) / 20_000 < 160

@@ -10,11 +10,10 @@ import pytest
 
 import rl
 from rl.records.run import Run
-from rl.run_dir.events import Event, append_event
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics
 from rl.run_dir.numbers import Numbers
 from rl.system.errors import ConfigError, RunError
-from tests.records.made import group, make_run, write_step
+from tests.records.made import group, make_run, note, write_step
 
 
 @pytest.fixture
@@ -24,9 +23,9 @@ def run_dir(tmp_path, monkeypatch):
 
 
 def test_numbers_are_columns_that_follow_the_files(run_dir):
-    run, trainer, orchestrator = (
-        Run(run_dir.root),
-        *(MetricsLog(run_dir.metrics, name) for name in ("trainer", "orchestrator")),
+    run = Run(run_dir.root)
+    trainer, orchestrator = (
+        MetricsLog(run_dir.metrics, name) for name in ("trainer", "orchestrator")
     )
     assert run.metrics(kind="columns")["step"].tolist() == [] and run.step == 0
     trainer.write(1, {"loss/mean": 0.5, "time/step": 2.0})
@@ -38,78 +37,56 @@ def test_numbers_are_columns_that_follow_the_files(run_dir):
     trainer.write(1, {"loss/mean": 0.75})
     merger.merge()
     table = run.metrics("trainer")
-    assert (
-        table.step.tolist() == [1, 2]
-        and "reward/mean" not in table.columns
-        and table["time/step"].isna().tolist() == [False, True]
-    )
+    assert table.step.tolist() == [1, 2] and "reward/mean" not in table.columns
+    assert table["time/step"].isna().tolist() == [False, True]
     assert [values.tolist() for values in run.curve("loss/mean")] == [[1], [0.75]] and run.step == 2
     assert run.metrics(kind="columns")["source"].tolist() == ["orchestrator", "trainer", "trainer"]
     with run_dir.metrics.open("ab") as file:
         file.write(b'{"step": 3, "time": 1, "source": "trainer", "loss/me')
-    assert (
-        run.step == 2
-        and not len(run.curve("lag/mean")[0])
-        and not len(run.curve("eval/held-out/reward_mean")[0])
-    )
-    with pytest.raises(
-        RunError, match="reward/meen: there is no such metric; similar: reward/mean"
+    assert run.step == 2
+    for name in ("lag/mean", "eval/held-out/reward_mean"):
+        assert not len(run.curve(name)[0])
+    for method, name, words in (
+        (run.curve, "reward/meen", "there is no such metric; similar: reward/mean"),
+        (run.metrics, "trianer", "give trainer, orchestrator, eval, or None for all"),
     ):
-        run.curve("reward/meen")
-    with pytest.raises(
-        RunError, match="source = 'trianer': give trainer, orchestrator, eval, or None for all"
-    ):
-        run.metrics("trianer")
+        with pytest.raises(RunError, match=f"{name}'?: {words}"):
+            method(name)
     cut_metrics(run_dir.metrics, 1)
     assert run.step == 1 and run.curve("optim/lr")[0].tolist() == []
 
 
 def test_many_rows_grow(tmp_path):
-    metrics, log = (
-        Numbers(tmp_path / "metrics.jsonl"),
-        MetricsLog(tmp_path / "metrics.jsonl", "trainer"),
-    )
+    path = tmp_path / "metrics.jsonl"
+    metrics, log = Numbers(path), MetricsLog(path, "trainer")
     for step in range(1, 700):
         log.write(step, {"a": step / 2, **({"b": 1.0} if step > 600 else {})})
     metrics.refresh()
     steps, values = metrics.curve("a")
-    assert (
-        np.array_equal(values, steps / 2) and len(steps) == 699 and len(metrics.curve("b")[0]) == 99
-    )
+    assert np.array_equal(values, steps / 2)
+    assert len(steps) == 699 and len(metrics.curve("b")[0]) == 99
 
 
 def test_what_happened_and_who_said_what(run_dir):
     run = Run(run_dir.root)
-    assert (
-        run.events == []
-        and run.logs == {}
-        and run.end is None
-        and run.status == {}
-        and run.origin is None
-    )
-    append_event(run_dir.events, Event(time=1.0, event="death", process="trainer", reason="killed"))
+    assert (run.events, run.logs, run.end, run.status, run.origin) == ([], {}, None, {}, None)
+    note(run_dir, 1.0, "death", "trainer", reason="killed")
     run_dir.logs.mkdir()
-    for name, text in {
-        "trainer-1": "one\n",
-        "trainer-2": "two\n\nthree\n",
-        "worker-0-1": "w\n",
-    }.items():
+    for name, text in (
+        ("trainer-1", "one\n"),
+        ("trainer-2", "two\n\nthree\n"),
+        ("worker-0-1", "w\n"),
+    ):
         (run_dir.logs / f"{name}.log").write_text(text)
     assert [event.reason for event in run.events] == ["killed"]
-    assert {name: [*found] for name, found in run.logs.items()} == {
-        "trainer": [1, 2],
-        "worker-0": [1],
-    }
-    assert (
-        run.log("trainer") == ["two", "three"]
-        and run.log("trainer", attempt=1) == ["one"]
-        and run.log("trainer", lines=1) == ["three"]
-    )
+    attempts = {name: [*logs] for name, logs in run.logs.items()}
+    assert attempts == {"trainer": [1, 2], "worker-0": [1]}
+    assert run.log("trainer") == ["two", "three"] and run.log("trainer", attempt=1) == ["one"]
+    assert run.log("trainer", lines=1) == ["three"]
     with pytest.raises(RunError, match="the trainer has no attempt 3; there are 1, 2"):
         run.log("trainer", attempt=3)
-    with pytest.raises(
-        RunError, match=r"the inference has no log in .* which has those of: trainer, worker-0"
-    ):
+    words = r"the inference has no log in .* which has those of: trainer, worker-0"
+    with pytest.raises(RunError, match=words):
         run.log("inference")
 
 
@@ -122,18 +99,11 @@ def test_problems_come_with_their_evidence(run_dir):
     run_dir.batches.mkdir()
     run_dir.batch(1).write_bytes(b"rl1")
     found = {problem.text.split(" (")[0]: problem for problem in Run(run_dir.root).problems}
-    errored, truncated = (
-        found["50% of the rollouts failed"],
-        found["40% of the answers were cut off"],
-    )
-    assert (errored.metrics, errored.why, errored.serious) == (
-        ("rollouts/errored",),
-        "error",
-        False,
-    )
-    assert found[
-        "the reward does not rise: 0.100 in the first 4 steps, 0.100 in the last 4."
-    ].metrics == ("reward/mean",)
+    errored = found["50% of the rollouts failed"]
+    truncated = found["40% of the answers were cut off"]
+    flat = "the reward does not rise: 0.100 in the first 4 steps, 0.100 in the last 4."
+    assert (errored.metrics, errored.why) == (("rollouts/errored",), "error")
+    assert not errored.serious and found[flat].metrics == ("reward/mean",)
     assert (truncated.metrics, truncated.why) == (("rollouts/truncated",), None)
     damaged = [problem.files for problem in found.values() if problem.serious and problem.files]
     assert (run_dir.batch(1),) in damaged and (run_dir.rollouts(1),) in damaged
@@ -141,12 +111,9 @@ def test_problems_come_with_their_evidence(run_dir):
 
 def test_a_run_is_opened_by_its_directory_or_its_name(run_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (
-        rl.open("x").root == rl.open("outputs/x").root == rl.open(run_dir.root).root == run_dir.root
-    )
-    assert (
-        rl.open("x").config.max_steps == 9 and rl.open("outputs/x/config.toml").root == run_dir.root
-    )
+    for name in ("x", "outputs/x", "outputs/x/config.toml", run_dir.root):
+        assert rl.open(name).root == run_dir.root
+    assert rl.open("x").config.max_steps == 9
     with pytest.raises(ConfigError, match=r"not a run of rl|no such run"):
         rl.open("outputs/y")
     for name, words in (

@@ -58,54 +58,34 @@ def test_a_start_behind_a_torn_line_counts(tmp_path):
 
 def test_all_processes_are_on_one_clock(run):
     found = run.timeline()
-    assert [
-        (done.process[:9], done.name, done.begin, done.end, done.step) for done in found.spans
-    ] == [
+    spans = [(done.process[:9], done.name, done.begin, done.end, done.step) for done in found.spans]
+    assert spans == [
         ("trainer", "forward_backward", 1000.0, 1002.0, 1),
         ("trainer", "optimizer", 1002.0, 1003.0, None),
         ("inference", "pause", 1011.0, 1011.5, 1),
     ]
-    assert [(counted.process, counted.time, counted.values) for counted in found.gauges] == [
-        ("inference-host.domain-8000", 1001.0, {"requests": 3})
-    ]
-    assert [(mark.process, mark.name, mark.step, mark.text) for mark in found.marks] == [
-        ("trainer", "death", 1, "killed"),
-        ("orchestrator", "batch", 1, ""),
-    ]
-    part = run.timeline(1001.5, 1004.0)
-    assert (
-        [done.name for done in part.spans] == ["forward_backward", "optimizer"]
-        and not part.gauges
-        and len(part.marks) == 1
-    )
+    (gauges,) = found.gauges
+    assert gauges.process == "inference-host.domain-8000"
+    assert (gauges.time, gauges.values) == (1001.0, {"requests": 3})
+    marks = [(mark.process, mark.name, mark.step, mark.text) for mark in found.marks]
+    assert marks == [("trainer", "death", 1, "killed"), ("orchestrator", "batch", 1, "")]
+    some = run.timeline(1001.5, 1004.0)
+    assert [done.name for done in some.spans] == ["forward_backward", "optimizer"]
+    assert not some.gauges and len(some.marks) == 1
 
 
 def test_spans_that_overlap_have_lanes_of_their_own_in_a_trace(run):
     times = ((0.0, 4.0), (1.0, 2.0), (1.5, 3.0), (2.0, 5.0), (4.0, 6.0))
     done = [Done("w", "rollouts", "play", begin, end, None, {}) for begin, end in times]
-    assert [lane for _, lane in spread(done)] == [
-        "rollouts",
-        "rollouts 2",
-        "rollouts 3",
-        "rollouts 2",
-        "rollouts 3",
-    ]
+    lanes = ["rollouts", "rollouts 2", "rollouts 3", "rollouts 2", "rollouts 3"]
+    assert [lane for _, lane in spread(done)] == lanes
     events = run.timeline().trace()["traceEvents"]
     (pause,) = [event for event in events if event["name"] == "pause"]
-    assert (pause["ph"], pause["ts"], pause["dur"], pause["args"]) == (
-        "X",
-        1011e6,
-        0.5e6,
-        {"step": 1},
-    )
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
-        "trainer",
-        "orchestrator",
-        "inference-host.domain-8000",
-        "step",
-        "",
-        "weights",
-    }
+    assert (pause["ph"], pause["ts"], pause["dur"]) == ("X", 1011e6, 0.5e6)
+    assert pause["args"] == {"step": 1}
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    processes = {"trainer", "orchestrator", "inference-host.domain-8000"}
+    assert names == processes | {"step", "", "weights"}
     assert [event["args"] for event in events if event["ph"] == "C"] == [{"requests": 3}]
     assert {event["name"] for event in events if event["ph"] == "i"} == {"batch 1", "death 1"}
     assert Timeline().trace() == {"traceEvents": [], "displayTimeUnit": "ms"}

@@ -63,8 +63,9 @@ def test_a_machine_without_a_name_or_a_home_of_its_own_changes_nothing(
 
 def test_tasks_that_have_no_room_are_counted(place):
     run = Library([place / "first"]).run("first")
-    rows, every = tasks.ordered(run, "train"), tasks.without_rollouts(run, "train")
-    first = len(msgspec.json.encode([rows[0], every[rows[0].env, rows[0].task]])) + len("sums")
+    rows = tasks.ordered(run, "train")
+    task = tasks.one_task(run, "train", "sums", rows[0].task, with_rollouts=False)
+    first = len(msgspec.json.encode([rows[0], task])) + len("sums")
     content = {}
     used, said = add_tasks(content, run, room := 2 * first + 60)
     assert first < used <= room and said.startswith(

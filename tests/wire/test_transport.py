@@ -437,9 +437,7 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
     (told,) = [
         record.getMessage() for record in caplog.records if record.name == "rl.wire.transport"
     ]
-    assert told.startswith(
-        "requests of the trainer: dropped 1 (1 in all); the last from 127.0.0.1: "
-    )
+    assert told.startswith("requests of the trainer: dropped 1 in all; the last from 127.0.0.1: ")
 
 
 def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
@@ -470,7 +468,6 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
 
     with impostor(tmp_path, one_by_one()):
         assert trainer.get_batch(1) == BATCH
-    assert trainer.rejected.count == 5  # 100000 bytes and 2000 were too many
     assert all(
         any(text in detail for _, _, detail in waits)
         for text in ("a Acknowledged in reply to a GetBatch", "2 frames")

@@ -226,10 +226,10 @@ def append_episode(
     samples = present.setdefault((env, task), set())
     sample = next(number for number in count() if number not in samples)
     samples.add(sample)
-    place = {"env": env, "task": task, "sample": sample, "agents": len(episode), "policy": policy}
+    where = {"env": env, "task": task, "sample": sample, "agents": len(episode), "policy": policy}
     lines = b""
     for rollout in episode:
-        line = {**place, **rollout.as_record()}
+        line = {**where, **rollout.as_record()}
         del line["versions"]
         if not rollout.trainable:
             line["why"] = "not_trainable"  # as in a run's rollouts

@@ -77,9 +77,9 @@ def environment_given(args: list[str]) -> tuple[Spelled, list[str]]:
 def main(args: list[str], children: Children) -> int:
     if args and args[0] in homes.VERBS:
         return homes.main(args[0], args[1:])
-    given, rest = environment_given(args)
+    preset, rest = environment_given(args)
     config, line, values = load(
-        "rl env", rest, OPTIONS, HELP, given=given, optional=("orchestrator.environment",)
+        "rl env", rest, OPTIONS, HELP, preset=preset, optional=("orchestrator.environment",)
     )
     orchestrator = config.orchestrator
     if not orchestrator.environment:

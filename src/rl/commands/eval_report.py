@@ -78,16 +78,16 @@ def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
 
     `seed` is the seed of the bootstrap.
     """
-    parts = (ours["examples"], theirs["examples"])
-    common = sorted(set(parts[0]) & set(parts[1]), key=int)
+    both = (ours["examples"], theirs["examples"])
+    common = sorted(set(both[0]) & set(both[1]), key=int)
     if not common:
         return {}
 
     def gap(value: Callable[[dict[str, Any]], float]) -> Difference:
-        return difference(*({int(t): value(part[t]) for t in common} for part in parts), seed)
+        return difference(*({int(t): value(part[t]) for t in common} for part in both), seed)
 
     gaps = {"reward_mean": gap(lambda example: example["reward"])}
-    smallest = min(part[task]["samples"] for part in parts for task in common)
+    smallest = min(part[task]["samples"] for part in both for task in common)
     for name in ours["metrics"]:
         prefix, _, k = name.partition("@")
         if prefix == "pass" and k.isdigit() and int(k) <= smallest and name in theirs["metrics"]:

@@ -17,7 +17,7 @@ from rl.commands.options import (
     usage,
 )
 from rl.commands.play_session import PlaySession, play_session, run, task_count
-from rl.commands.policy_spec import Source, check_policy, resolve
+from rl.commands.policy_spec import PolicySource, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import options
 from rl.config.orchestrator import EnvSource, EvalConfig
@@ -151,7 +151,7 @@ def new_folder(parent: Path) -> Path:
 
 
 async def evaluate_policy(
-    session: PlaySession, source: Source, folder: Path, concurrency: int | None
+    session: PlaySession, source: PolicySource, folder: Path, concurrency: int | None
 ) -> dict[str, Any]:
     """Plays every evaluation with one policy, writes its rollouts, and returns its parts of the
     report."""
@@ -178,14 +178,14 @@ async def evaluate_policy(
     async with aclosing(session.play(source.label, jobs, concurrency)) as plays:
         async for job, rollouts in plays:
             results[job.label].append((job.task, rollouts))
-    parts = {}
+    reports = {}
     for entry in entries:
         label = entry.label
         by_task = sorted(results[label], key=lambda result: result[0])
         warn_of_failures(source.label, label, by_task)
         write_eval(folder / f"{label}.jsonl", source.policy_version, label, by_task)
-        parts[label] = eval_part(entry, splits[label], config.sampling_of(entry), by_task)
-    return parts
+        reports[label] = eval_part(entry, splits[label], config.sampling_of(entry), by_task)
+    return reports
 
 
 def warn_of_failures(policy: str, label: str, results: Results) -> None:

@@ -61,8 +61,8 @@ def main(verb: str, args: list[str]) -> int:
 def several(text: str) -> tuple[str, ...]:
     """Splits comma-separated requirements. Versions may contain commas: `sympy>=1.13,<2, nltk`
     has two requirements. Raises RunError for one that is not valid."""
-    parts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
-    requirements = tuple(part.strip() for part in parts if part.strip())
+    texts = re.split(r",(?![^\[]*\])(?!\s*[=<>!~])", text)
+    requirements = tuple(part.strip() for part in texts if part.strip())
     for fault in filter(None, map(requirement_fault, requirements)):
         raise RunError(f"--requirements: {fault}")
     return requirements

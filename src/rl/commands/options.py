@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from rl.commands.policy_spec import Source, named_run, split_run
+from rl.commands.policy_spec import PolicySource, named_run, split_run
 from rl.config.base import MAX_RUN_NAME
 from rl.config.command_line import CommandLine, fail, load_config_or_exit
 from rl.config.faults import Spelled
@@ -42,7 +42,11 @@ SPEC is one of
 
 
 def name_of_play(
-    config: RLConfig, line: CommandLine, labels: Iterable[str], source: Source, policy: str | None
+    config: RLConfig,
+    line: CommandLine,
+    labels: Iterable[str],
+    source: PolicySource,
+    policy: str | None,
 ) -> str:
     """Returns the name of what a command plays: the configured name if given or without a
     policy, otherwise environments and policy. The default name contains the configuration's
@@ -65,7 +69,7 @@ def load(
     options: tuple[Option, ...],
     text: str,
     *,
-    given: Spelled | None = None,
+    preset: Spelled | None = None,
     optional: Collection[str] = (),
 ) -> tuple[RLConfig, CommandLine, dict[str, Any]]:
     """Loads a command's configuration and its own flags. Without a file, uses the configuration
@@ -75,7 +79,7 @@ def load(
     if run and not any(word.startswith("@") for word in rest):
         rest = ["@", str(run[0] / "config.toml"), *rest]
     config, line = load_config_or_exit(
-        rest, program, variables=os.environ, usage=text, given=given, optional=optional, plays=True
+        rest, program, variables=os.environ, usage=text, given=preset, optional=optional, plays=True
     )
     # these commands play the model, also of a run that has none played
     config.sft = config.recorded = None

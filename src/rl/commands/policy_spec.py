@@ -27,7 +27,7 @@ DEFAULT_KEY = "OPENAI_API_KEY"
 
 
 @dataclass(frozen=True)
-class Source:
+class PolicySource:
     """A policy to play: a model, an endpoint, or, without either, the inference servers in the
     configuration, already running."""
 
@@ -52,18 +52,19 @@ def resolve(
     model: str | None,
     key_var: str | None,
     evals: tuple[str, ...] = (),
-) -> Source:
+) -> PolicySource:
     """Returns the policy that `spec` names; without `spec`, the configuration's servers or model.
     Raises RunError.
 
     `model`, `key_var`: an endpoint's model, and the environment variable with its key. `evals`:
     labels of evaluations; `@best` refers to the first of them that the run has.
     """
-    own, urls = config.model.name, config.orchestrator.inference_urls
+    model_name, urls = config.model.name, config.orchestrator.inference_urls
     if spec is None:
         for url in urls:
             check_server(url)
-        return Source(f"{Path(own).name} at {urls[0]}") if urls else Source(Path(own).name, own)
+        label = Path(model_name).name
+        return PolicySource(f"{label} at {urls[0]}") if urls else PolicySource(label, model_name)
     if is_url(spec):
         url, _, named = spec.partition("#")
         return check_endpoint(url.rstrip("/"), model or named or None, key_var)
@@ -142,7 +143,7 @@ def check_not_a_run(spec: str) -> None:
     raise ConfigError(f"{spec}: no such run or model folder; {remedy}")
 
 
-def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:
+def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> PolicySource:
     """Returns a version of a run's policy: the newest, one by number, or the best in an
     evaluation. Raises RunError."""
     config = stored_config(root)
@@ -151,7 +152,7 @@ def version_of_run(root: Path, version: str, evals: tuple[str, ...]) -> Source:
     number = version_number(root, version, versions, evals)
     label = f"{root.resolve().name}@{number}"
     if number == 0:
-        return Source(label, config.model.name, policy_version=0)
+        return PolicySource(label, config.model.name, policy_version=0)
     need_weights(config, root, "sampling needs weights")
     if number not in versions:
         raise RunError(
@@ -175,19 +176,19 @@ def need_weights(config: RLConfig, root: Path, what: str) -> None:
 
 def from_folder(
     label: str, model: str, version: int | None = None, base: str | None = None
-) -> Source:
+) -> PolicySource:
     """Returns a model by folder or hub id. A folder of adapters stands for them on their base
     model (`base`, else the one they name)."""
     adapter = Path(model).expanduser() / "adapter_config.json"
     if not adapter.is_file():
-        return Source(label, model, policy_version=version)
+        return PolicySource(label, model, policy_version=version)
     base = base or read_json(adapter).get("base_model_name_or_path")
     if not base:
         raise RunError(
             f"{model}: the adapters do not name their base model; set "
             f"base_model_name_or_path in {adapter}"
         )
-    return Source(label, base, str(adapter.parent.absolute()), version)
+    return PolicySource(label, base, str(adapter.parent.absolute()), version)
 
 
 def version_number(
@@ -252,7 +253,7 @@ def check_server(url: str) -> None:
         )
 
 
-def check_endpoint(url: str, model: str | None, key_var: str | None) -> Source:
+def check_endpoint(url: str, model: str | None, key_var: str | None) -> PolicySource:
     """Returns an OpenAI-compatible endpoint as a policy, after requesting its models. Raises
     RunError if it cannot be used.
 
@@ -278,7 +279,7 @@ def check_endpoint(url: str, model: str | None, key_var: str | None) -> Source:
             f"{url}: answered {response.status_code}; the key {why} (--api-key-var {DEFAULT_KEY})"
         )
     model = choose_model(url, response, model)
-    return Source(model, endpoint=Endpoint(base_url=url, model=model, api_key_var=key_var))
+    return PolicySource(model, endpoint=Endpoint(base_url=url, model=model, api_key_var=key_var))
 
 
 def choose_model(url: str, response: "httpx.Response", model: str | None) -> str:

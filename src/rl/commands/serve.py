@@ -38,9 +38,9 @@ POLL_S = 0.2
 
 
 def main(args: list[str], children: Children) -> int:
-    given = {"serve": (True, "rl serve")}
+    preset = {"serve": (True, "rl serve")}
     config, line = load_config_or_exit(
-        args, "rl serve", variables=os.environ, usage=HELP, given=given, dry_run=dry_run
+        args, "rl serve", variables=os.environ, usage=HELP, given=preset, dry_run=dry_run
     )
     assert config.serve
     config = config.with_absolute_paths()

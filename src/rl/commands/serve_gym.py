@@ -140,9 +140,9 @@ class GymAgent:
         params, name = row["responses_create_params"], (row.get("agent_ref") or {}).get("name")
         if name not in (None, self.label):
             raise ValueError(f"its agent_ref names {name}")
-        if not (place := row.get(TASK)):
+        if not (task_at := row.get(TASK)):
             raise ValueError(f"it has no {TASK}; give a file that `rl env --serve-gym` wrote")
-        split, index = place["split"], int(place["index"])
+        split, index = task_at["split"], int(task_at["index"])
         size = self.sizes[split]
         if index < 0 or (size is not None and index >= size):
             raise ValueError(f"there is no {split} task {index}, but {size}")

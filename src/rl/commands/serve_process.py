@@ -65,7 +65,7 @@ def run(config: RLConfig) -> None:
         asyncio.run(serve(config, learner, status, sock))
     elif replayed:
         here = conditions(config.trainer, world, mode_of(learner.model))
-        replay(config, learner, replayed, lambda there: differing_conditions(there, here))
+        replay(config, learner, replayed, lambda other: differing_conditions(other, here))
     status.close()
     lease.close()
 

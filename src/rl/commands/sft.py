@@ -19,8 +19,8 @@ usage: rl sft [@ FILE] [--KEY VALUE] ...
 
 
 def main(args: list[str], children: Children) -> int:
-    given = {"sft": (True, "rl sft")}
+    preset = {"sft": (True, "rl sft")}
     config, line = load_config_or_exit(
-        args, "rl sft", variables=os.environ, usage=HELP, given=given, dry_run=dry_run
+        args, "rl sft", variables=os.environ, usage=HELP, given=preset, dry_run=dry_run
     )
     return start(config, line, children, resume_command(args, "rl sft"))

@@ -91,10 +91,10 @@ def files_of(spec: str, step: int | None) -> list[Path]:
     run_dir = RunDir(root := named_run(spec), root / "weights")
     files = rollout_files(run_dir, step)
     if not files and step is not None:
-        there = ranges(run_dir.rollout_files())
+        steps = ranges(run_dir.rollout_files())
         raise RunError(
             f"--step {step}: no rollouts of this step in {run_dir.rollouts_dir}; steps with "
-            f"rollouts: {there}"
+            f"rollouts: {steps}"
         )
     return files
 

@@ -26,14 +26,14 @@ usage: rl train --from FILE [@ FILE] [--KEY VALUE] ...
 
 def main(args: list[str], children: Children) -> int:
     values, rest = take("rl train", args, OPTIONS)
-    given = {"recorded.rollouts": (values["from"], "--from")} if values["from"] else None
+    preset = {"recorded.rollouts": (values["from"], "--from")} if values["from"] else None
     optional = ("orchestrator.environment",)  # without which `fail` below says what is missing
     config, line = load_config_or_exit(
         rest,
         "rl train",
         variables=os.environ,
         usage=HELP,
-        given=given,
+        given=preset,
         optional=optional,
         dry_run=dry_run,
     )

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from rl.config.check import check, exposure, value_of, warnings_of
 from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text
-from rl.config.fields import field_tree, models_in, tags, takes_text_alone
+from rl.config.fields import field_tree, models_in, tags, takes_text_alone, without_none
 from rl.config.help import PROCESS_USAGE, READS, USAGE, print_help
 from rl.config.hints import without_numbers
 from rl.config.outside import outside_faults
@@ -81,15 +81,15 @@ class CommandLine:
         return {key: value for layer in self.layers({}) for key, value in layer.items()}
 
 
-def flatten(table: dict[str, Any], place: str, prefix: str = "") -> Spelled:
+def flatten(table: dict[str, Any], origin: str, prefix: str = "") -> Spelled:
     """Flattens nested tables into dotted keys; lists, empty tables and tables with a dot in a
     key are kept as values."""
     flat: Spelled = {}
     for key, value in table.items():
         if isinstance(value, dict) and value and not any("." in name for name in value):
-            flat |= flatten(value, place, f"{prefix}{key}.")
+            flat |= flatten(value, origin, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value, place
+            flat[prefix + key] = value, origin
     return flat
 
 
@@ -243,16 +243,16 @@ def by_canonical_key(layer: Spelled, faults: dict[str, str]) -> Spelled:
     of a setting with different values."""
     settings: Spelled = {}
     spelled: dict[str, str] = {}
-    for key, (value, place) in layer.items():
+    for key, (value, origin) in layer.items():
         name = canonical(key, value)
         earlier = spelled.setdefault(name, key)
         if earlier != key and layer[earlier][0] != value:
             faults[name] = (
                 f"{setting_text(earlier, layer[earlier][0])} ({layer[earlier][1]}) and "
-                f"{setting_text(key, value)} ({place})\n    set the same setting to two values; "
+                f"{setting_text(key, value)} ({origin})\n    set the same setting to two values; "
                 "keep one of them"
             )
-        settings[name] = value, place
+        settings[name] = value, origin
     return settings
 
 
@@ -270,8 +270,8 @@ def without_replaced_types(base: Spelled, line: CommandLine) -> Spelled:
             }
             old, new = fields.get(base[key][0], {}), fields.get(kind, {})
             base = {
-                name: (value, place)
-                for name, (value, place) in base.items()
+                name: (value, origin)
+                for name, (value, origin) in base.items()
                 if not (info := old.get(name.removeprefix(f"{section}.")))
                 or (name.rpartition(".")[2] in new and value != without_none(info.default))
             }
@@ -314,7 +314,7 @@ def flags_without_effect(config: RLConfig, flags: Spelled) -> Iterator[str]:
     """Yields warnings of flags that fine-tuning, or a run of recorded rollouts, does not read. In
     files, which may be shared with other runs, nobody minds them."""
     program = {"sft": "rl sft", "recorded": "rl train"}.get(config.kind, "rl")
-    for key, (value, place) in () if program == "rl" else flags.items():
+    for key, (value, origin) in () if program == "rl" else flags.items():
         name = canonical(key, value)
         # of the rollouts with its name
         is_read = name in READS[program] or (
@@ -326,16 +326,7 @@ def flags_without_effect(config: RLConfig, flags: Spelled) -> Iterator[str]:
             twin = f"{config.kind}.{name.rpartition('.')[2]}"
             remedy = f"did you mean {twin}?" if twin in field_tree(RLConfig) else "leave it out"
             text = setting_text(name, value)
-            yield f"{text} ({place}) is not read by `{program}`; {remedy}"
-
-
-def without_none(value: Any) -> Any:
-    """Removes None values: TOML has no null, and every None in the configuration is a default."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
+            yield f"{text} ({origin}) is not read by `{program}`; {remedy}"
 
 
 def to_toml(config: RLConfig) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rl.config.command_line import without_none
+from rl.config.fields import without_none
 from rl.config.run import RLConfig
 
 
@@ -15,10 +15,10 @@ def leaves(value: Any, key: str = "") -> dict[str, Any]:
         items = ((str(i), item) for i, item in enumerate(value))
     else:
         return {} if value == {} else {key: value}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, item in items:
-        found |= leaves(item, f"{key}.{name}" if key else name)
-    return found
+        flat |= leaves(item, f"{key}.{name}" if key else name)
+    return flat
 
 
 def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
@@ -27,6 +27,4 @@ def changed_keys(old: RLConfig, new: RLConfig) -> list[tuple[str, Any, Any]]:
     before, after = leaves(without_none(old)), leaves(without_none(new))
     both = ((key, before.get(key), after.get(key)) for key in {**before, **after})
     # repr: nan != nan
-    return [
-        (key, one, other) for key, one, other in both if one != other and repr(one) != repr(other)
-    ]
+    return [(key, old, new) for key, old, new in both if old != new and repr(old) != repr(new)]

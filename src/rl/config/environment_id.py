@@ -62,10 +62,10 @@ class Source:
 def homes_root() -> Path:
     """Returns the directory of all homes: $RL_ENVIRONMENTS, or `~/.cache/rl/environments` if
     that is not set."""
-    given = os.environ.get(ROOT_VARIABLE, "").strip()
+    root = os.environ.get(ROOT_VARIABLE, "").strip()
     return (
-        Path(given).expanduser().absolute()
-        if given
+        Path(root).expanduser().absolute()
+        if root
         else Path.home() / ".cache" / "rl" / "environments"
     )
 
@@ -89,8 +89,8 @@ def short_name(env_id: str) -> str:
     """Strips owner and version from `owner/name@version`, prefix and version from
     `pypi:name==1.0`, and the suffix from a file name."""
     if env_id.startswith(INDEX_PREFIX):
-        found = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
-        return found["name"] if found else env_id.removeprefix(INDEX_PREFIX)
+        match = REQUIREMENT.match(env_id.removeprefix(INDEX_PREFIX))
+        return match["name"] if match else env_id.removeprefix(INDEX_PREFIX)
     path = Path(env_id.split("@")[0])
     if env_id.startswith((".", "/", "~")) and path.name in ("", "..", "~"):
         path = path.expanduser().resolve()
@@ -109,20 +109,20 @@ def read_id(env_id: str) -> Source:
         return folder(env_id)
     if env_id.startswith(INDEX_PREFIX):
         text = re.sub(r"\s*([\[\],=<>!~]+)\s*", r"\1", env_id.removeprefix(INDEX_PREFIX)).strip()
-        if not (found := REQUIREMENT.fullmatch(text)):
+        if not (match := REQUIREMENT.fullmatch(text)):
             raise RunError(
                 f"environment {env_id}: not a valid requirement; write pypi:name or pypi:name==1.0"
             )
-        return Source("index", INDEX_PREFIX + text, found["name"])
+        return Source("index", INDEX_PREFIX + text, match["name"])
     if "/" in env_id:
-        if not (found := HUB_ID.fullmatch(env_id)):
+        if not (match := HUB_ID.fullmatch(env_id)):
             raise RunError(
                 f"environment {env_id}: not a valid id; write owner/name, "
                 "owner/name@version, pypi:name, or ./folder"
             )
-        version = "" if found["version"] == "latest" else found["version"] or ""
-        text = f"{found['owner']}/{found['name']}" + (f"@{version}" if version else "")
-        return Source("hub", text, found["name"], found["owner"], version)
+        version = "" if match["version"] == "latest" else match["version"] or ""
+        text = f"{match['owner']}/{match['name']}" + (f"@{version}" if version else "")
+        return Source("hub", text, match["name"], match["owner"], version)
     return here(env_id)
 
 
@@ -159,16 +159,21 @@ def module_place(path: Path) -> Path | None:
     NAME/src/name/ or NAME/__init__.py."""
     module = module_name(path.name)
     return next(
-        (place for place in (path, path / "src", path.parent) if module_file(place, module)), None
+        (
+            directory
+            for directory in (path, path / "src", path.parent)
+            if module_file(directory, module)
+        ),
+        None,
     )
 
 
-def module_file(place: Path, module: str) -> Path | None:
+def module_file(directory: Path, module: str) -> Path | None:
     """Returns the file of a module or package in a directory; None if there is none."""
     return next(
         (
             path
-            for path in (place / f"{module}.py", place / module / "__init__.py")
+            for path in (directory / f"{module}.py", directory / module / "__init__.py")
             if path.is_file()
         ),
         None,
@@ -186,16 +191,16 @@ def here(env_id: str) -> Source:
             *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))),
         ]
         if not version:
-            for place in places:
-                if path := module_file(place, module):
+            for directory in places:
+                if path := module_file(directory, module):
                     return Source("module", module, name, path=path.resolve())
             for path in (Path("environments") / name, Path("environments") / module):
                 if path.is_dir():
                     return folder(f"./{path}")
         installed = [
-            found
-            for found in installed_as(name)
-            if not version or found.endswith((f"@{version}", f"=={version}"))
+            match
+            for match in installed_as(name)
+            if not version or match.endswith((f"@{version}", f"=={version}"))
         ]
         if len(installed) == 1:
             return read_id(installed[0])
@@ -224,11 +229,11 @@ def here(env_id: str) -> Source:
 
 def installed_as(name: str) -> list[str]:
     """Returns the ids under which environments of this name were installed."""
-    found = []
+    match = []
     for path in sorted(homes_root().glob(f"requests/{module_name(name).lower()}-*/home/home.txt")):
         with contextlib.suppress(OSError):  # it is being removed
-            found += re.findall("^# id = (.*)", path.read_text(), re.MULTILINE)
-    return list(dict.fromkeys(found))
+            match += re.findall("^# id = (.*)", path.read_text(), re.MULTILINE)
+    return list(dict.fromkeys(match))
 
 
 def requirement_fault(text: str) -> str:
@@ -248,9 +253,9 @@ def fetched(ids: list[str]) -> list[str]:
     places = {"hub": "the Environments Hub", "index": "the package index"}
     sources = [read_id(env_id) for env_id in dict.fromkeys(ids)]
     return [
-        f"{one.text}: installed from {places[one.kind]} at the start, unless already present"
-        for one in sources
-        if one.kind in places
+        f"{source.text}: installed from {places[source.kind]} at the start, unless already present"
+        for source in sources
+        if source.kind in places
     ]
 
 

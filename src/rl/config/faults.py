@@ -37,13 +37,13 @@ def misread(settings: Spelled) -> dict[str, str]:
     """Returns faults by key of what pydantic would accept: a bool as the number 1, and whole
     numbers that the processes of a run cannot send each other."""
     tree, faults = field_tree(RLConfig), {}
-    for key, (value, place) in settings.items():
+    for key, (value, origin) in settings.items():
         info = tree.get(without_numbers(key))
         if isinstance(value, bool) and info and not accepts_switch(info.annotation):
-            faults[key] = f"{key} ({place})\n    needs a value: {type_name(info.annotation)}"
+            faults[key] = f"{key} ({origin})\n    needs a value: {type_name(info.annotation)}"
         elif isinstance(value, int) and info and abs(value) >= 2**63:
             text = setting_text(key, value)
-            faults[key] = f"{text} ({place})\n    is too large; give a number below 2^63"
+            faults[key] = f"{text} ({origin})\n    is too large; give a number below 2^63"
     return faults
 
 
@@ -57,9 +57,9 @@ def place_of(key: str, settings: Spelled) -> str:
     flag)`; empty if nowhere."""
     places = settings if key not in settings else {key: settings[key]}
     for same in (str, without_numbers):  # a list's only element may be addressed without its index
-        for name, (_, place) in places.items():
+        for name, (_, origin) in places.items():
             if below(same(key), same(name)) or below(same(name), same(key)):
-                return f" ({place})"
+                return f" ({origin})"
     return ""
 
 
@@ -105,13 +105,13 @@ def fault_lines(finding: ErrorDetails, settings: Spelled) -> dict[str, str]:
             key = longer
     if kind == "union_tag_invalid":
         key, value = f"{key}.type", finding["ctx"]["tag"]
-    found = {key: value}
+    values = {key: value}
     if kind == "extra_forbidden" and isinstance(value, dict) and not types_with(key):
-        found = {
+        values = {
             name: inner for name, (inner, _) in settings.items() if name != key and below(name, key)
-        } or found
+        } or values
     return {
         name: (name if kind == "missing" else setting_text(name, inner))
         + f"{place_of(name, settings)}\n    {remedy_for(finding, name)}"
-        for name, inner in found.items()
+        for name, inner in values.items()
     }

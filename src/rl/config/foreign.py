@@ -221,9 +221,9 @@ BY_NAME = {name: row for row in FOREIGN for name in row.names.split()}
 def known_elsewhere(key: str) -> str:
     """Returns the hint for another trainer's dotted key, by the longest name that ends the key
     or one of its sections; otherwise empty."""
-    parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        for name in (".".join(parts[start:end]) for start in range(end)):
+    words = key.split(".")
+    for end in range(len(words), 0, -1):
+        for name in (".".join(words[start:end]) for start in range(end)):
             if row := BY_NAME.get(name):
-                return row.hint(name if end < len(parts) else "")
+                return row.hint(name if end < len(words) else "")
     return ""

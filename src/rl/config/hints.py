@@ -1,6 +1,6 @@
 """Guesses what an unknown key was meant to be. A doubtful guess is not shown."""
 
-import difflib
+from difflib import SequenceMatcher
 
 from rl.config.fields import field_tree, models_in, tags
 from rl.config.foreign import known_elsewhere
@@ -26,11 +26,28 @@ def hint(key: str) -> str:
     plain = without_numbers(key)
     if remedy := types_with(plain):
         return remedy
-    in_section = alike(plain) if "." in plain else []
-    if not in_section and (elsewhere := known_elsewhere(plain)):
+    path = plain.split(".")
+    meant = ending_like(path, ALIKE) if len(path) > 1 else []
+    if not meant and (elsewhere := known_elsewhere(plain)):
         return elsewhere
-    meant = in_section or below_a_section(plain) or same_last_part(plain) or alike(plain)
+    if not meant and (len(path) == 1 or path[0] in (*SECTIONS, *RUN_WIDE)):
+        meant = ending_like(path[-1:], SURE)
     return f"did you mean {' or '.join(meant[:2])}?" if meant else "see --help all"
+
+
+def ending_like(words: list[str], cutoff: float) -> list[str]:
+    """Returns the known keys whose last parts are these words up to misspelling, least nested
+    first; empty if there are too many."""
+    keys = []
+    for name in (*field_tree(RLConfig), *ALIASES):
+        path = name.split(".")[-len(words) :]
+        if len(path) == len(words) and all(
+            SequenceMatcher(None, word, part).ratio() >= cutoff
+            for word, part in zip(words, path, strict=True)
+        ):
+            keys.append(ALIASES.get(name, name))
+    keys = sorted(dict.fromkeys(keys), key=lambda name: name.count("."))
+    return keys if len(keys) <= MOST else []
 
 
 def types_with(key: str) -> str:
@@ -50,49 +67,3 @@ def types_with(key: str) -> str:
         if kinds
         else ""
     )
-
-
-def below_a_section(key: str) -> list[str]:
-    """Returns the known keys that end with this dotted key: `optim.lr` matches trainer.optim.lr."""
-    return [name for name in field_tree(RLConfig) if "." in key and name.endswith(f".{key}")]
-
-
-def same_last_part(key: str) -> list[str]:
-    """Returns known keys with the same last part as a key without a section, or with a wrong
-    section of rl, least nested first; empty if the part is too common."""
-    first, _, rest = key.partition(".")
-    words = {name.split(".")[-1] for name in field_tree(RLConfig)}
-    last = key.split(".")[-1]
-    if last in ALIASES and first in (*SECTIONS, *RUN_WIDE):
-        return [ALIASES[last]]
-    close = (
-        [last]
-        if last in words
-        else difflib.get_close_matches(
-            last, {word for word in words if len(word) > 4}, n=1, cutoff=SURE
-        )
-    )
-    found = [
-        name
-        for name in (*field_tree(RLConfig), *ALIASES)
-        if close and name.split(".")[-1] == close[0]
-    ]
-    if len(found) > MOST or (rest and first not in (*SECTIONS, *RUN_WIDE)):
-        return []
-    return sorted(found, key=lambda name: name.count("."))
-
-
-def alike(key: str) -> list[str]:
-    """Returns the known key whose parts all match this one's up to misspelling, as a list of at
-    most one."""
-    parts = key.split(".")
-    for name in (*field_tree(RLConfig), *ALIASES):
-        others = name.split(".")
-        if len(others) == len(parts) and all(map(same_word, parts, others)):
-            return [name]
-    return []
-
-
-def same_word(word: str, known: str) -> bool:
-    """Returns whether a word equals a known one or is a misspelling of it."""
-    return word == known or difflib.SequenceMatcher(None, word, known).ratio() >= ALIKE

@@ -49,11 +49,11 @@ def check_installed(env_id: str) -> str:
         raise RunError(f"environment {env_id} is not installed for {sys.executable}; {install}")
     if version and version != "latest":
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found = "a package without a version"
-        if found != version:
-            raise RunError(f"environment {env_id}: {found} is installed; {install}")
+            installed = "a package without a version"
+        if installed != version:
+            raise RunError(f"environment {env_id}: {installed} is installed; {install}")
     return path
 
 
@@ -62,8 +62,8 @@ def use_folder(folder: Path) -> str:
     import path, and returns its name."""
     name = folder.resolve().name
     module = module_name(name)
-    if place := module_place(folder.resolve()):
-        sys.path.insert(0, str(place))
+    if directory := module_place(folder.resolve()):
+        sys.path.insert(0, str(directory))
         return name
     raise no_environment(folder, f"no {module}.py and no package {module}")
 

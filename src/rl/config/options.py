@@ -54,14 +54,14 @@ def take(
     try:
         while left:
             word = left.pop(0)
-            name, has_value, given = word[2:].partition("=")
+            name, has_value, inline = word[2:].partition("=")
             option = by_name.get(name.replace("_", "-")) if word.startswith("--") else None
             if option is None:
                 rest.append(word)
             elif not option.value:
                 values[option.key] = True
             elif has_value or (left and not left[0].startswith("--")):
-                values[option.key] = parse(option, given if has_value else left.pop(0))
+                values[option.key] = parse(option, inline if has_value else left.pop(0))
             else:
                 raise ConfigError(f"--{option.name} needs a value: {option.value}")
     except ConfigError as error:

@@ -300,7 +300,7 @@ def as_list(value: object) -> object:
     string in a list is an id."""
     tables = [value] if isinstance(value, dict) else value
     return (
-        [{"id": one} if isinstance(one, str) else one for one in tables]
+        [{"id": entry} if isinstance(entry, str) else entry for entry in tables]
         if isinstance(tables, list)
         else tables
     )

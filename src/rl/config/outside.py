@@ -153,9 +153,9 @@ def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:
     environments = {
         f"orchestrator.environment.{i}": env for i, env in enumerate(settings.environment)
     }
-    for key, place in {"orchestrator": settings, **environments}.items():
-        if isinstance(place.credit, CustomCreditConfig):
-            yield f"{key}.credit.function", place.credit.function, "group, config"
+    for key, section in {"orchestrator": settings, **environments}.items():
+        if isinstance(section.credit, CustomCreditConfig):
+            yield f"{key}.credit.function", section.credit.function, "group, config"
     if settings.filter:
         yield "orchestrator.filter.function", settings.filter.function, "group, config"
     if settings.metrics:

@@ -7,7 +7,7 @@ its index, and so with its roles.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rl.config.base import Devices, Fault, as_ids
+from rl.config.base import Devices, as_ids
 from rl.config.cluster import ClusterConfig
 from rl.config.run import RLConfig
 
@@ -88,80 +88,60 @@ def count(devices: Devices) -> int:
     return devices if isinstance(devices, int) else len(as_ids(devices))
 
 
-def cluster_faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields faults of [cluster] that can be known before any machine starts."""
-    cluster = config.cluster
+def cluster_faults(config: RLConfig) -> Iterator[tuple[str, str]]:
+    """Yields (key, remedy) of faults of [cluster] that can be known before any machine starts."""
+    cluster, trainer = config.cluster, config.trainer
     if cluster is None:
         return
     if cluster.engine == "slurm" and (remedy := time_fault(cluster, cluster.slurm.time)):
-        yield "cluster.slurm.time", cluster.slurm.time, remedy
+        yield "cluster.slurm.time", remedy
     if cluster.nodes == 1:
         if cluster.engine == "none":
             yield (
                 "cluster.nodes",
-                1,
                 "is one machine, which needs no cluster: leave [cluster] out, or give an "
                 "engine that starts it",
             )
         return
-    found = plan(config)
-    parts = f"{found.trainers} machines that train and {found.servers} that serve"
-    if found.nodes != cluster.nodes or found.trainers < 1:
-        remedy = (
-            f"is not the sum of {parts}: change cluster.trainer_nodes, inference_nodes or nodes"
-        )
-        yield "cluster.nodes", cluster.nodes, remedy
-    if found.servers < 1 and config.starts_inference:
+    division = plan(config)
+    trainers, servers = division.trainers, division.servers
+    if division.nodes != cluster.nodes or trainers < 1:
         yield (
-            "cluster.inference_nodes",
-            found.servers,
-            "leaves nobody to sample: give at least 1, or orchestrator.inference_urls",
+            "cluster.nodes",
+            f"is not the sum of {trainers} machines that train and {servers} that serve: change "
+            "cluster.trainer_nodes, inference_nodes or nodes",
         )
-    if found.servers and not config.plays:
-        yield "cluster.inference_nodes", found.servers, "has no use without sampling: leave it out"
-    if cluster.min_trainer_nodes and cluster.min_trainer_nodes > found.trainers:
+    key = "cluster.inference_nodes"
+    if servers < 1 and config.starts_inference:
+        yield key, "leaves nobody to sample: give at least 1, or orchestrator.inference_urls"
+    if servers and not config.plays:
+        yield key, "has no use, because nothing is sampled: leave it out"
+    if servers and config.orchestrator.inference_urls:
+        yield key, "is not used with orchestrator.inference_urls: leave either of them out"
+    if (cluster.min_trainer_nodes or 0) > trainers:
         yield (
             "cluster.min_trainer_nodes",
-            cluster.min_trainer_nodes,
-            f"is more than the {found.trainers} machines that train: lower it",
+            f"is more than the {trainers} machines that train: lower it",
         )
     if cluster.index is not None and cluster.index >= cluster.nodes:
-        yield "cluster.index", cluster.index, f"must be below cluster.nodes = {cluster.nodes}"
-    if found.servers and config.orchestrator.inference_urls:
-        yield (
-            "cluster.inference_nodes",
-            found.servers,
-            "is not used with orchestrator.inference_urls: leave either of them out",
-        )
-    copies, context, experts = (
-        config.trainer.dp_replicate,
-        config.trainer.context_parallel,
-        config.trainer.expert_parallel,
-    )
-    ranks = config.trainer.ranks or (0 if is_ratio(config) else count(config.trainer.gpus))
-    for machines in (
-        range(cluster.min_trainer_nodes or found.trainers, found.trainers + 1) if ranks else ()
-    ):
-        of = f"the {machines * ranks} ranks of {machines} machines with {ranks} each"
-        if (machines * ranks) % (copies * context):
-            remedy = f"must divide {of}"
-            yield (
-                ("trainer.dp_replicate", copies, remedy)
-                if copies > 1
-                else ("trainer.context_parallel", context, remedy)
-            )
+        yield "cluster.index", f"must be below cluster.nodes = {cluster.nodes}"
+    copies = trainer.dp_replicate
+    ranks = trainer.ranks or (0 if is_ratio(config) else count(trainer.gpus))
+    for machines in range(cluster.min_trainer_nodes or trainers, trainers + 1) if ranks else ():
+        divisor = f"the {machines * ranks} ranks of {machines} machines with {ranks} each"
+        if (machines * ranks) % (copies * trainer.context_parallel):
+            name = "dp_replicate" if copies > 1 else "context_parallel"
+            yield f"trainer.{name}", f"must divide {divisor}"
             break
-        if (machines * ranks) % (copies * experts):
+        if (machines * ranks) % (copies * trainer.expert_parallel):
             yield (
                 "trainer.expert_parallel",
-                experts,
-                f"times trainer.dp_replicate = {copies} must divide {of}",
+                f"times trainer.dp_replicate = {copies} must divide {divisor}",
             )
             break
-    if len(as_ids(config.trainer.gpus)) and len(as_ids(config.inference.gpus)):
+    if as_ids(trainer.gpus) and as_ids(config.inference.gpus):
         yield (
             "inference.gpus",
-            config.inference.gpus,
             "names GPUs of one machine, but each machine of a cluster trains or serves: "
             "leave it out",
         )
@@ -184,13 +164,13 @@ def slurm_seconds(limit: str) -> int:
     """Returns the seconds of a time limit as `sbatch --time` takes it; 0 for none, and for what
     only Slurm understands."""
     days, dash, clock = limit.rpartition("-")
-    parts = clock.split(":")
+    fields = clock.split(":")
     if (
-        not all(part.isascii() and part.isdigit() for part in [*parts, days or "0"])
-        or len(parts) > 3
+        not all(part.isascii() and part.isdigit() for part in [*fields, days or "0"])
+        or len(fields) > 3
     ):
         return 0
-    unit_s = 3600 if dash or len(parts) == 3 else 60
+    unit_s = 3600 if dash or len(fields) == 3 else 60
     return int(days or 0) * 86400 + sum(
-        int(part) * unit_s // 60**place for place, part in enumerate(parts)
+        int(part) * unit_s // 60**power for power, part in enumerate(fields)
     )

@@ -26,7 +26,7 @@ class Layer(PydanticBaseSettingsSource):
         raise NotImplementedError("a layer gives all fields at once")
 
     def __call__(self) -> dict[str, Any]:
-        for key, (value, place) in self.settings.items():
+        for key, (value, origin) in self.settings.items():
             try:
                 for other, (whole, _) in self.settings.items():
                     is_table = whole is True or isinstance(whole, (dict, list))
@@ -34,7 +34,7 @@ class Layer(PydanticBaseSettingsSource):
                         raise ValueError(f"`{other}` is a value, not a table")
                 place_value(self.current_state, key.split("."), "", copy.deepcopy(value))
             except ValueError as error:
-                self.faults[key] = f"{setting_text(key, value)} ({place})\n    {error}"
+                self.faults[key] = f"{setting_text(key, value)} ({origin})\n    {error}"
         return {}
 
 

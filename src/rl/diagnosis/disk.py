@@ -13,7 +13,6 @@ from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig, LoraConfig, WeightsConfig
 from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.safetensors import model_files, read_header
-from rl.run_dir.spans import MAX_BYTES as MAX_SPANS_BYTES
 from rl.system.terminal import size
 from rl.wire.batch_file import PLAIN_STEPS
 
@@ -25,8 +24,6 @@ TOKEN_BYTES = 26
 rollouts/."""
 TOKEN_LOG_BYTES = 7
 """Bytes per token in a token log: log-probability, entropy, flags."""
-SPAN_FILES = 4
-"""Trainer, orchestrator, inference and a worker; few runs fill more files."""
 SPARE = 1.1
 """Factor over the estimate that a disk must have free; logs, metrics and evals are not
 estimated."""
@@ -38,22 +35,22 @@ REMEDY = f"free some space, choose another output_dir, or keep less ({KEYS})"
 class Need:
     """Disk space that a run needs on one file system."""
 
-    place: Path
+    folder: Path
     free: int
-    parts: dict[str, int]
+    files: dict[str, int]
     """Bytes by kind of file."""
 
     @property
     def total(self) -> int:
-        return sum(self.parts.values())
+        return sum(self.files.values())
 
     @property
     def fits(self) -> bool:
         return self.total * SPARE <= self.free
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{what} {size(count)}" for what, count in self.parts.items())
-        return f"up to {size(self.total)} in {self.place} ({parts}), {size(self.free)} are free"
+        kinds = ", ".join(f"{kind} {size(count)}" for kind, count in self.files.items())
+        return f"up to {size(self.total)} in {self.folder} ({kinds}), {size(self.free)} are free"
 
 
 def kept_text(config: RLConfig) -> str:
@@ -63,25 +60,22 @@ def kept_text(config: RLConfig) -> str:
         every = f" and every {settings.keep_every}th" if settings.keep_every else ""
         return f"the newest {settings.keep_last}{every}" if settings.keep_last else "all"
 
-    parts = {
-        "checkpoints": newest(config.trainer.checkpoint),
-        "policy versions": newest(config.trainer.weights),
-    }
-    if config.trainer.weights.keep_last:
-        parts["policy versions"] += (
-            ", those of checkpoints, those being written, and the best of each evaluation"
-        )
-    if config.sft is None:
-        batches, rollouts = config.orchestrator.batches, config.orchestrator.rollouts
-        needed = " and those since the oldest checkpoint" if batches.keep_last else ""
-        tokens = config.trainer.token_log.max_gib
+    trainer, orchestrator = config.trainer, config.orchestrator
+    others = ", those of checkpoints, those being written, and the best of each evaluation"
+    kinds = [
+        f"checkpoints: {newest(trainer.checkpoint)}",
+        f"policy versions: {newest(trainer.weights)}{others if trainer.weights.keep_last else ''}",
+    ]
+    if config.kind != "sft":
+        needed = " and those since the oldest checkpoint" if orchestrator.batches.keep_last else ""
+        tokens = trainer.token_log.max_gib
         logs = {0.0: "none", math.inf: "all"}.get(tokens, f"the newest {tokens:g} GiB")
-        parts |= {
-            "batches": f"{newest(batches)}{needed}",
-            "rollouts": f"{newest(rollouts)}, as gzip after {PLAIN_STEPS} steps",
-        }
-        parts |= {"token logs": logs}
-    return "keeps: " + "; ".join(f"{what}: {which}" for what, which in parts.items())
+        kinds += [
+            f"batches: {newest(orchestrator.batches)}{needed}",
+            f"rollouts: {newest(orchestrator.rollouts)}, as gzip after {PLAIN_STEPS} steps",
+            f"token logs: {logs}",
+        ]
+    return f"keeps: {'; '.join(kinds)}"
 
 
 def disk_estimate(config: RLConfig, model_folder: Path) -> list[str]:
@@ -91,54 +85,47 @@ def disk_estimate(config: RLConfig, model_folder: Path) -> list[str]:
     for need in needs(config, model_folder):
         lines.append(f"disk: {need}")
         if not need.fits:
-            lines.append(f"warning: {need.place} may become full: {REMEDY}")
+            lines.append(f"warning: {need.folder} may become full: {REMEDY}")
     return lines
 
 
 def needs(config: RLConfig, model_folder: Path) -> list[Need]:
     """Returns what the run will add, by file system; existing files are subtracted, as their
     space is no longer free."""
-    run_dir, trainer = config.run_dir, config.trainer
+    run_dir, trainer, steps = config.run_dir, config.trainer, config.max_steps
     shapes = tensor_shapes(model_folder)
     weights = adapter_weights(shapes, trainer.lora) if trainer.lora else sum(map(math.prod, shapes))
 
     def kept(settings: CheckpointConfig | WeightsConfig, others: int) -> int:
-        every = config.max_steps // settings.keep_every if settings.keep_every else 0
-        return min(config.max_steps, settings.keep_last + every + others)
+        every = steps // settings.keep_every if settings.keep_every else 0
+        return min(steps, settings.keep_last + every + others)
 
     checkpoints = kept(trainer.checkpoint, 1)  # the one being written
     # Plus two that are written before an older one is deleted, those of the checkpoint and of the
     # one in progress, each evaluation's best.
     versions = kept(trainer.weights, 4 + len(config.orchestrator.eval))
-    parts = {
-        f"{checkpoints} checkpoints": checkpoints * weights * CHECKPOINT_BYTES
-        - on_disk(run_dir.checkpoints)
-    }
     version = weights * BYTES_PER_WEIGHT[config.model.dtype]
     published = {f"{versions} policy versions": versions * version - on_disk(run_dir.weights_dir)}
-    if config.sft is None:
-        steps = min(config.orchestrator.batches.keep_last or config.max_steps, config.max_steps)
-        parts[f"{steps} batches"] = (steps - len(numbers(run_dir.batches, ".batch"))) * batch_bytes(
-            config, run_dir
-        )
-        parts["token logs"] = token_log_bytes(config) - on_disk(run_dir.tokens_dir)
-        parts["spans"] = SPAN_FILES * 2 * MAX_SPANS_BYTES - on_disk(run_dir.spans)
-    places = [(run_dir.root, parts), (run_dir.weights_dir, published)]
+    saved = checkpoints * weights * CHECKPOINT_BYTES - on_disk(run_dir.checkpoints)
+    others = {f"{checkpoints} checkpoints": saved}
+    if config.kind != "sft":
+        batches = min(config.orchestrator.batches.keep_last or steps, steps)
+        new_batches = batches - len(numbers(run_dir.batches, ".batch"))
+        tokens = config.orchestrator.batch_size * config.model.max_model_len
+        logs = min(trainer.token_log.max_gib * 2**30, steps * tokens * TOKEN_LOG_BYTES)
+        others[f"{batches} batches"] = new_batches * (batch_bytes(run_dir) or tokens * TOKEN_BYTES)
+        others["token logs"] = int(logs) - on_disk(run_dir.tokens_dir)
+    folders = {run_dir.root: others, run_dir.weights_dir: published}
     if existing(run_dir.root).stat().st_dev == existing(run_dir.weights_dir).stat().st_dev:
-        places = [(run_dir.root, published | parts)]
+        folders = {run_dir.root: published | others}
     return [
         Need(
-            place, shutil.disk_usage(existing(place)).free, {k: max(0, v) for k, v in what.items()}
+            folder,
+            shutil.disk_usage(existing(folder)).free,
+            {kind: max(0, count) for kind, count in kinds.items()},
         )
-        for place, what in places
+        for folder, kinds in folders.items()
     ]
-
-
-def token_log_bytes(config: RLConfig) -> int:
-    """Returns the most bytes of all token logs: the configured limit, or less if full contexts
-    in all steps need less."""
-    tokens = config.max_steps * config.orchestrator.batch_size * config.model.max_model_len
-    return int(min(config.trainer.token_log.max_gib * 2**30, tokens * TOKEN_LOG_BYTES))
 
 
 def tensor_shapes(folder: Path) -> list[list[int]]:
@@ -160,13 +147,11 @@ def adapter_weights(shapes: list[list[int]], lora: LoraConfig) -> int:
     return sum(lora.rank * sum(shape) for shape in matrices if max(shape) < largest)
 
 
-def batch_bytes(config: RLConfig, run_dir: RunDir) -> int:
-    """Returns the bytes of a step's batch and rollouts: the mean of the newest, or before the
-    first the size of full contexts."""
-    if newest := numbers(run_dir.batches, ".batch")[-10:]:
-        files = [path(step) for path in (run_dir.batch, run_dir.rollouts) for step in newest]
-        return sum(path.stat().st_size for path in files if path.exists()) // len(newest)
-    return config.orchestrator.batch_size * config.model.max_model_len * TOKEN_BYTES
+def batch_bytes(run_dir: RunDir) -> int:
+    """Returns the mean bytes of the newest steps' batches and rollouts; 0 before the first."""
+    newest = numbers(run_dir.batches, ".batch")[-10:]
+    files = [path(step) for path in (run_dir.batch, run_dir.rollouts) for step in newest]
+    return sum(path.stat().st_size for path in files if path.exists()) // max(1, len(newest))
 
 
 def on_disk(folder: Path) -> int:
@@ -176,8 +161,8 @@ def on_disk(folder: Path) -> int:
     for inside, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):  # deleted meanwhile
-                there = os.lstat(os.path.join(inside, name))
-                sizes[there.st_ino] = there.st_size
+                stat = os.lstat(os.path.join(inside, name))
+                sizes[stat.st_ino] = stat.st_size
     return sum(sizes.values())
 
 

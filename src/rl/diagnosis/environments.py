@@ -24,7 +24,7 @@ MANY_LONG = 0.2
 
 
 @dataclass
-class Played:
+class EnvSummary:
     """An environment's rollouts over some steps."""
 
     finished: int = 0
@@ -38,13 +38,13 @@ class Played:
     def fault(self) -> str:
         """Describes what is wrong: `no rollout was trained on, 12 of 60 rollouts failed (reward
         12)`; empty if nothing is."""
-        parts, causes = list[str](), self.failed.most_common()
+        clauses, causes = list[str](), self.failed.most_common()
         if not self.trained:
-            parts.append(f"no rollout was {'trained on' if self.finished else 'finished'}")
+            clauses.append(f"no rollout was {'trained on' if self.finished else 'finished'}")
         if causes:
             listed = ", ".join(f"{cause} {count}" for cause, count in causes)
-            parts.append(f"{self.failed.total()} of {self.finished} rollouts failed ({listed})")
-        return ", ".join([*parts, *(["it is lost"] if self.lost else [])])
+            clauses.append(f"{self.failed.total()} of {self.finished} rollouts failed ({listed})")
+        return ", ".join([*clauses, *(["it is lost"] if self.lost else [])])
 
     @property
     def step_fault(self) -> str:
@@ -57,7 +57,7 @@ class Played:
 
 def played(
     numbers: "Numbers", envs: Iterable[str] | None = None, last: int | None = None
-) -> dict[str, Played]:
+) -> dict[str, EnvSummary]:
     """Summarises the rollouts of those of `envs`, or all, that the newest step has counts of, in
     all steps or the `last` ones."""
     steps = numbers.steps("orchestrator")[-last if last else None :]
@@ -76,7 +76,9 @@ def played(
             counts[name] = int(sum(v for s, v in zip(at, values, strict=True) if s >= steps[0]))
         failed = Counter({cause: counts[f"failed_{cause}"] for cause in get_args(Cause)})
         lost, _ = numbers.points("orchestrator", f"env/{env}/quarantined", 1)
-        summaries[env] = Played(counts["finished"], counts["trained"], +failed, lost == [steps[-1]])
+        summaries[env] = EnvSummary(
+            counts["finished"], counts["trained"], +failed, lost == [steps[-1]]
+        )
     return summaries
 
 
@@ -136,6 +138,6 @@ def environment_problems(state: RunState) -> Iterator[Problem]:
         when = "" if summary == whole else f"in the newest {RECENT} steps, "
         warned = [e.reason for e in state.recent_events if e.event == "warning" and e.env == env]
         look = f"`rl show {state.run_dir.root} --env {env} --why error` shows them"
-        parts = [f"environment {env}: {when}{summary.fault}", *warned]
-        text = "; ".join([*parts, look] if summary.failed else parts)
+        clauses = [f"environment {env}: {when}{summary.fault}", *warned]
+        text = "; ".join([*clauses, look] if summary.failed else clauses)
         yield Problem(text, is_serious, (f"rollouts/{env}/trained",), "error")

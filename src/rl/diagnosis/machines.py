@@ -3,7 +3,7 @@ is lost."""
 
 import re
 
-from rl.diagnosis.state import Machine, RunState
+from rl.diagnosis.state import RunMachine, RunState
 from rl.run_dir.nodes import NodeStatus
 from rl.system.terminal import span
 
@@ -11,12 +11,12 @@ VERBS = {"trainer": "trains", "inference": "serves", "leader": "leads"}
 RANK = re.compile(r"trainer(?:-(\d+))?")
 
 
-def does(machine: Machine) -> str:
+def does(machine: RunMachine) -> str:
     """Returns what a machine does, or is for: `trains and leads`."""
     return " and ".join(VERBS[role] for role in machine.roles)
 
 
-def facts(machine: Machine, status: NodeStatus) -> str:
+def facts(machine: RunMachine, status: NodeStatus) -> str:
     """Returns a machine's devices, its part in the training, and why it cannot take part: `8
     GPUs, 8 ranks in generation 3`."""
     generation, ranks = machine.generation, ""
@@ -29,14 +29,14 @@ def facts(machine: Machine, status: NodeStatus) -> str:
     return ", ".join(filter(None, [f"{status.gpus} GPUs", ranks, status.fault]))
 
 
-def loss(machine: Machine) -> str:
+def loss(machine: RunMachine) -> str:
     """Returns why a machine counts as lost."""
     if machine.ended:
         return "lost: its `rl node` is gone"
     return f"lost: no sign of life for {span(machine.silent_s)}"
 
 
-def processes_on(machine: Machine, state: RunState) -> list[str]:
+def processes_on(machine: RunMachine, state: RunState) -> list[str]:
     """Returns the processes on a machine that have a status, the ranks of a trainer as one:
     `orchestrator`, `ranks 8 to 15`."""
     names = [name for name, process in state.processes.items() if machine.runs(process.status)]
@@ -45,7 +45,7 @@ def processes_on(machine: Machine, state: RunState) -> list[str]:
     return [*others, f"ranks {ranks[0]} to {ranks[-1]}"] if ranks else others
 
 
-def machine_line(machine: Machine, state: RunState) -> str:
+def machine_line(machine: RunMachine, state: RunState) -> str:
     status = machine.status
     if status is None:
         return f"machine {machine.index}: is not there; it {does(machine)}"
@@ -56,7 +56,7 @@ def machine_line(machine: Machine, state: RunState) -> str:
     return f"machine {machine.index}: {status.host} {does(machine)}, {', '.join(what)}"
 
 
-def changes(told: dict[int, str], machines: list[Machine]) -> list[str]:
+def changes(told: dict[int, str], machines: list[RunMachine]) -> list[str]:
     """Returns what became of machines since the last call, which left its knowledge in `told`."""
     lines = []
     for machine in machines:

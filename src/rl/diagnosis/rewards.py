@@ -302,12 +302,12 @@ def reward_summary(state: RunState) -> str:
         of_env[row.get("env", "")].append(row)
     settings, limits = state.config.orchestrator, max_tokens(state.config)
     taught = {env.label for env in settings.environment if env.teacher or settings.teacher}
-    parts = [
+    verdicts = [
         f"{env}: {what_rollouts_say(rows, env in taught, limits.get(env))}"
         for env, rows in sorted(of_env.items())
     ]
-    see = [f"see {state.run_dir.rollouts_dir}"] if parts else []
-    return "; ".join([head, *parts, *see])
+    see = [f"see {state.run_dir.rollouts_dir}"] if verdicts else []
+    return "; ".join([head, *verdicts, *see])
 
 
 def what_rollouts_say(rows: list[Row], is_taught: bool, limit: int | None) -> str:

@@ -54,15 +54,15 @@ def read_rollouts(path: Path) -> Iterator[Row]:
                 yield parse_rollout(line, f"{path}:{number}")
 
 
-def parse_rollout(line: bytes, place: str) -> Row:
+def parse_rollout(line: bytes, where: str) -> Row:
     """Parses a line. Raises CorruptFileError."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{place}: not JSON ({error})") from None
+        raise CorruptFileError(f"{where}: not JSON ({error})") from None
     messages = row.get("messages") if isinstance(row, dict) and "reward" in row else None
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        raise CorruptFileError(f"{place}: not a rollout: it needs messages and a reward")
+        raise CorruptFileError(f"{where}: not a rollout: it needs messages and a reward")
     return row
 
 
@@ -164,21 +164,21 @@ def ranked(rows: Iterable[Row], name: str, limit: int, *, lowest_first: bool = F
 def message_text(message: dict[str, Any]) -> str:
     """Formats a message: role, thinking, content and tool calls, with control characters
     escaped."""
-    parts = [f"(thinks) {message['reasoning_content']}"] if message.get("reasoning_content") else []
-    parts += content_texts(message.get("content"))
-    parts += [
+    texts = [f"(thinks) {message['reasoning_content']}"] if message.get("reasoning_content") else []
+    texts += content_texts(message.get("content"))
+    texts += [
         f"calls {name}({plain(arguments)})" if name else plain(arguments)
         for name, arguments in calls_of(message)
     ]
-    return visible(f"{message.get('role')}: " + "\n".join(parts))
+    return visible(f"{message.get('role')}: " + "\n".join(texts))
 
 
 def content_texts(content: Any) -> list[str]:
     """Returns the parts of a message's content; parts other than text as JSON."""
-    parts = content if isinstance(content, list) else [content]
+    items = content if isinstance(content, list) else [content]
     texts = [
         part["text"] if isinstance(part, dict) and isinstance(part.get("text"), str) else part
-        for part in parts
+        for part in items
     ]
     return [plain(text) for text in texts if text not in (None, "")]
 
@@ -199,12 +199,12 @@ def contains(row: Row, text: str) -> bool:
 
     text: casefolded; the case is ignored.
     """
-    parts = [str(row.get("error") or "")]
+    texts = [str(row.get("error") or "")]
     for message in row["messages"]:
         thinking = [message.get("reasoning_content"), message.get("thinking")]
-        parts += content_texts(thinking) + content_texts(message.get("content"))
-        parts += [plain(part) for call in calls_of(message) for part in call]
-    return any(text in part.casefold() for part in parts)
+        texts += content_texts(thinking) + content_texts(message.get("content"))
+        texts += [plain(each) for call in calls_of(message) for each in call]
+    return any(text in each.casefold() for each in texts)
 
 
 def plain(value: Any) -> str:
@@ -271,9 +271,9 @@ PLACE = {
 
 def heading(row: Row) -> str:
     """Returns a rollout's position, its reward and advantage, and how it ended."""
-    place = [f"{word}{row[name]}" for name, word in PLACE.items() if row.get(name) is not None]
+    position = [f"{word}{row[name]}" for name, word in PLACE.items() if row.get(name) is not None]
     if (agent := row.get("agent", "agent")) != "agent":
-        place.append(f"agent {agent}")
+        position.append(f"agent {agent}")
     values = {name: number_of(metrics_of(row), name) for name in metrics_of(row)}
     metrics = ", ".join(f"{name} {digits(x, 4)}" for name, x in values.items() if x is not None)
     reward, advantage = number_of(row, "reward"), number_of(row, "advantage")
@@ -284,7 +284,7 @@ def heading(row: Row) -> str:
         scores.append(f"advantage {advantage:+.3f}")
     if "why" in row:
         scores.append(TRAINED if row["why"] is None else f"not trained: {row['why']}")
-    return visible(f"{', '.join(place)}\n  {', '.join(scores)}\n  {ending(row)}")
+    return visible(f"{', '.join(position)}\n  {', '.join(scores)}\n  {ending(row)}")
 
 
 def ending(row: Row) -> str:
@@ -293,14 +293,14 @@ def ending(row: Row) -> str:
     # For a single answer, `stop` only says that the turn limit is reached; for an endpoint's
     # answers, turns are unknown.
     why = f" ({stop})" if stop and turns != 1 and (turns or not tokens) else ""
-    parts = [f"{row.get('outcome') or 'finished'}{why}"]
+    facts = [f"{row.get('outcome') or 'finished'}{why}"]
     if isinstance(tokens, int):
-        parts.append(f"{tokens:,} tokens")
+        facts.append(f"{tokens:,} tokens")
     if isinstance(turns, int) and turns > 1:
-        parts.append(f"{turns} turns")
+        facts.append(f"{turns} turns")
     if versions := row.get("versions"):
-        parts.append(f"sampled by version {', '.join(map(str, versions))}")
-    return ", ".join(parts)
+        facts.append(f"sampled by version {', '.join(map(str, versions))}")
+    return ", ".join(facts)
 
 
 def rollout_text(row: Row) -> str:

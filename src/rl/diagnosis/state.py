@@ -113,7 +113,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Machine:
+class RunMachine:
     """A machine of a run on a cluster."""
 
     index: int
@@ -190,13 +190,13 @@ class RunState:
 
     @property
     def alive(self) -> bool:
-        heard = (
+        signs = (
             not process.silent and process.status.heartbeat is not None
             if process.alive is None
             else process.alive
             for process in self.processes.values()
         )
-        return any(heard) or any(machine.is_up for machine in self.machines) or self.is_led
+        return any(signs) or any(machine.is_up for machine in self.machines) or self.is_led
 
     @property
     def is_led(self) -> bool:
@@ -366,7 +366,7 @@ def read_statuses(folder: Path, prefix: str = "") -> dict[str, RoleStatus]:
 
 def read_machines(
     run_dir: RunDir, config: RLConfig, heartbeats: Staleness, now: float
-) -> list[Machine]:
+) -> list[RunMachine]:
     """Returns the machines of a run, none for one without a cluster. `heartbeats`: see RunState."""
     if config.cluster is None:
         return []
@@ -375,13 +375,15 @@ def read_machines(
     machines = []
     for index in range(division.nodes):
         if (status := statuses.get(index)) is None:
-            machines.append(Machine(index, division.roles(index)))
+            machines.append(RunMachine(index, division.roles(index)))
             continue
         silent_s = clock_of(f"{NODES}/{index}", status, heartbeats, now) - status.heartbeat
         ended = status.place == pid_scope() and not psutil.pid_exists(status.pid)
         trains = world and index in world.nodes and status.generation == world.generation
         generation = status.generation if trains else None
-        machines.append(Machine(index, status.roles, status, max(0.0, silent_s), ended, generation))
+        machines.append(
+            RunMachine(index, status.roles, status, max(0.0, silent_s), ended, generation)
+        )
     return machines
 
 

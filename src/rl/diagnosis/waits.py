@@ -14,7 +14,7 @@ from rl.diagnosis.machines import does, machine_line
 from rl.diagnosis.problems import Problem, doubts, problems_of
 from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.run_outcome import ended_well, num_models, run_outcome
-from rl.diagnosis.state import Machine, Process, RunState
+from rl.diagnosis.state import Process, RunMachine, RunState
 from rl.run_dir.logs import last_lines
 from rl.run_dir.origin import read_origin
 from rl.run_dir.paths import RunDir
@@ -71,7 +71,7 @@ class Diagnosis:
     """Problems with remedies; empty if the run is progressing or ended well."""
     hints: list[Problem]
     """Possible causes of a low reward; empty if it rises, or it is too early to tell."""
-    machines: list[tuple[Machine, str]]
+    machines: list[tuple[RunMachine, str]]
     """The machines of a run on a cluster, each with the line about it; empty if none is there, or
     has been lost."""
 
@@ -289,7 +289,7 @@ def absent(state: RunState, name: str) -> str:
     if needed and not any(machine.is_up for machine in needed):
         many = ", ".join(f"{m.index} ({'lost' if m.status else 'has not joined'})" for m in needed)
         remedy = f"are its jobs queued? {state.jobs}" if state.jobs else "start `rl node` there"
-        return f"no machine that {does(Machine(0, [kind]))} is there: {many}; {remedy}"
+        return f"no machine that {does(RunMachine(0, [kind]))} is there: {many}; {remedy}"
     if death := state.down(name):
         return (
             f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about "
@@ -439,17 +439,17 @@ def progress_text(state: RunState) -> str:
         return f"models: {models}"
     if state.config.kind == "serve":
         return f"step {state.step}, version {state.newest_version}"
-    parts = [f"step {state.step}" if sft and sft.epochs else f"step {state.step} of {final}"]
+    facts = [f"step {state.step}" if sft and sft.epochs else f"step {state.step} of {final}"]
     if not sft:
-        parts.append(f"batch {state.newest_batch}, version {state.newest_version}")
-    parts.append(f"checkpoint {state.newest_checkpoint or 'none'}")
+        facts.append(f"batch {state.newest_batch}, version {state.newest_version}")
+    facts.append(f"checkpoint {state.newest_checkpoint or 'none'}")
     if state.newest_eval is not None:
-        parts.append(f"eval of version {state.newest_eval}")
+        facts.append(f"eval of version {state.newest_eval}")
     if pace := state.pace_s():
-        parts.append(f"{pace:.1f} s per step")
+        facts.append(f"{pace:.1f} s per step")
         if state.alive and state.step < final:
-            parts.append(f"about {span(pace * (final - state.step))} left")
-    return ", ".join(parts)
+            facts.append(f"about {span(pace * (final - state.step))} left")
+    return ", ".join(facts)
 
 
 def process_text(process: Process) -> str:

@@ -73,8 +73,8 @@ class Page(Beside):
 
     def poll(self) -> None:
         """Prints a new link, or that the page has ended."""
-        found = LINK.findall("\n".join(last_lines(self.child.log))) if self.child else []
-        if found and self.told != (newest := link(self.secret, *found[-1])):
+        links = LINK.findall("\n".join(last_lines(self.child.log))) if self.child else []
+        if links and self.told != (newest := link(self.secret, *links[-1])):
             self.say(
                 f"view      {newest}"
                 + ("  (a browser has used the link before)" if self.told else "")

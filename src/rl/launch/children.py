@@ -77,9 +77,9 @@ class Children:
         """The signal that came while a child was being started; None at other times."""
         self.forwarded_s = FORWARDED_S
         """Seconds after the first signal in which another one is the first again."""
-        own = process_table.entry(os.getpid())
-        assert own is not None
-        self.marker = f"{os.getpid()}:{own.start}:"
+        entry = process_table.entry(os.getpid())
+        assert entry is not None
+        self.marker = f"{os.getpid()}:{entry.start}:"
         """Prefix of the markers of all processes that this one starts."""
         self.preforked: dict[str, PreforkedProcess] = {}
         """Waiting copies by the name of their role."""

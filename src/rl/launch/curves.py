@@ -236,12 +236,12 @@ def drawn_parts(numbers: Numbers) -> dict[str, Points]:
     """Returns the parts of rewards to draw with the rewards: at least two, within 0 to 1, and
     not constant."""
     curves = {name: numbers.points("orchestrator", name) for name in reward_parts(numbers)}
-    found = {
+    within = {
         name: points
         for name, points in curves.items()
         if points[1] and 0 <= min(points[1]) < max(points[1]) <= 1
     }
-    return found if 1 < len(found) <= MOST_PARTS else {}
+    return within if 1 < len(within) <= MOST_PARTS else {}
 
 
 def draw_first(panel: Any, numbers: Numbers, sft: bool) -> None:

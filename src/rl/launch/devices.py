@@ -177,29 +177,29 @@ def threads(cores: list[int], box: Machine) -> int:
     )
 
 
-def engine_arguments(given: dict[str, Any], gpus: list[int], *, shared: bool) -> dict[str, Any]:
+def engine_arguments(arguments: dict[str, Any], gpus: list[int], *, shared: bool) -> dict[str, Any]:
     """Returns vLLM's arguments implied by its GPUs: its fraction of a shared one, and as many
     data-parallel replicas as fit."""
-    given = {key.replace("-", "_"): value for key, value in given.items()}
+    arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
     implied: dict[str, Any] = {}
-    if shared and "gpu_memory_utilization" not in given:
+    if shared and "gpu_memory_utilization" not in arguments:
         implied["gpu_memory_utilization"] = SHARED_GPU_MEMORY
     if not gpus:
         return implied
-    used = math.prod(int(given.get(key, 1)) for key in PARALLEL)
+    used = math.prod(int(arguments.get(key, 1)) for key in PARALLEL)
     if used > len(gpus):
-        sizes = ", ".join(f"{key} = {given[key]}" for key in PARALLEL if key in given)
+        sizes = ", ".join(f"{key} = {arguments[key]}" for key in PARALLEL if key in arguments)
         raise ConfigError(
             f"inference.vllm: {sizes}\n    needs {used} GPUs, inference has {len(gpus)}; see "
             "--inference-gpus"
         )
-    if PARALLEL[0] not in given and len(gpus) % used:
+    if PARALLEL[0] not in arguments and len(gpus) % used:
         remedy = (
             f"must be a multiple of {used}, the GPUs of one replica (inference.vllm): set it, or "
             "trainer.gpus"
         )
         raise ConfigError(f"inference.gpus: {len(gpus)}\n    {remedy}")
-    if PARALLEL[0] not in given and len(gpus) > used:
+    if PARALLEL[0] not in arguments and len(gpus) > used:
         implied[PARALLEL[0]] = len(gpus) // used
     return implied
 
@@ -233,10 +233,10 @@ def unused(config: RLConfig, division: Split, box: Machine) -> str:
     ]
     if not left or config.is_remote:
         return ""
-    given = f"trainer.gpus = {config.trainer.gpus}, inference.gpus = {config.inference.gpus}"
+    arguments = f"trainer.gpus = {config.trainer.gpus}, inference.gpus = {config.inference.gpus}"
     return (
         f"GPU{'s' * (len(left) > 1)} {', '.join(left)} of this machine "
-        f"{'are' if len(left) > 1 else 'is'} not used by this run: {given}"
+        f"{'are' if len(left) > 1 else 'is'} not used by this run: {arguments}"
     )
 
 

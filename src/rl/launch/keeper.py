@@ -299,22 +299,22 @@ class Keeper:
         # do so in another one.
         is_error = code is not None and code > 0 and code != DAMAGED
         useless = state.role.serves and not state.progressed and is_error
-        said = ""
+        quote = ""
         if useless or (not state.came_up and code not in (-signal.SIGKILL, KILLED, DAMAGED)):
             state.failed_starts += 1
-            said = saying(words.rstrip("."))
+            quote = saying(words.rstrip("."))
         state.streak = 0 if attempt.progressed else state.streak + 1
         state.death_times.append(self.clock)
         delay = self.restarts.delay_s(state.streak, state.death_times)
         state.start_at = self.clock + (delay or 0.0)
         if delay is None or state.failed_starts >= MAX_FAILED_STARTS:
-            death.verdict = self._surrender(state, child, reason, said)
+            death.verdict = self._surrender(state, child, reason, quote)
         else:
             when = f"in {delay:g} s" if delay else "now"
-            death.again = f"{doing}{said}; it starts again {when} (log: {child.log})"
+            death.again = f"{doing}{quote}; it starts again {when} (log: {child.log})"
         return death
 
-    def _surrender(self, state: RoleState, child: Child, reason: str, said: str) -> RunError:
+    def _surrender(self, state: RoleState, child: Child, reason: str, quote: str) -> RunError:
         """Returns the error after too many deaths: which process died how often, when and how."""
         most, window_s = self.settings.max_restarts, self.settings.window_s
         limit = (
@@ -324,10 +324,10 @@ class Keeper:
         never_worked = state.failed_starts >= MAX_FAILED_STARTS
         if never_worked:
             never = "has not sampled one token" if state.came_up else "never came up"
-            limit = f"{never}: attempt {child.attempt} {reason}, too{said}"
+            limit = f"{never}: attempt {child.attempt} {reason}, too{quote}"
         self.event("give_up", state.name, attempt=child.attempt, reason=limit)
         if never_worked or not most:
-            return failure(child, limit if never_worked else f"{reason}{said}")
+            return failure(child, limit if never_worked else f"{reason}{quote}")
         return RunError(
             f"{state.name} died once more: {limit}.\n{self.summary()}\n{failure(child, reason)}"
         )

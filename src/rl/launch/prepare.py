@@ -19,8 +19,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import without_none, write_config
+from rl.config.command_line import write_config
 from rl.config.differences import changed_keys, leaves
+from rl.config.fields import without_none
 from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
@@ -103,9 +104,9 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         clean_leftovers(*{*run_dir.folders} - {run_dir.status_dir}, ours="")
         # not all: further servers on other hosts may be writing there
         clean_leftovers(run_dir.status_dir, ours="" if clean else None)
-        made = run_dir.anything_made()
+        has_work = run_dir.anything_made()
         continues = resume is not None and (
-            made or resume > 0 or not refusals(as_written(root), config)
+            has_work or resume > 0 or not refusals(as_written(root), config)
         )
         if continues:
             same = not changed_keys(as_written(root), config)
@@ -132,18 +133,18 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
 def begin_run(run_dir: RunDir, lease: Lease, clean: bool) -> list[str]:
     """Empties the directory of an earlier run: with --clean, or if it has made nothing, as after a
     failed start; then logs and events stay. Returns notes for the console. Raises RunError."""
-    root, made, exists = run_dir.root, run_dir.anything_made(), is_run(run_dir.root)
+    root, has_work, exists = run_dir.root, run_dir.anything_made(), is_run(run_dir.root)
     if clean:
         origin = read_origin(run_dir)
-        clean_run(run_dir, lease, run_dir.cleaned if made else None)
+        clean_run(run_dir, lease, run_dir.cleaned if has_work else None)
         base = f", a {origin}: the new run begins at the base model" if origin else ""
         until = (
             " as soon as this one has finished a group or a step; until then it is in "
             f"{run_dir.cleaned}"
         )
-        text = f"deletes the run in {root}{until}" if made else f"deleted the run in {root}"
+        text = f"deletes the run in {root}{until}" if has_work else f"deleted the run in {root}"
         return [text + base] if exists else []
-    if made:
+    if has_work:
         raise RunError(f"{root} exists: {REMEDY}")
     for name in ("batches", "rollouts_dir", "digests_dir", "tokens_dir", "spans", "evals", "data"):
         shutil.rmtree(getattr(run_dir, name), ignore_errors=True)

@@ -53,7 +53,7 @@ class Quarantine:
         record = {
             "step": self.step,
             "why": death.reason,
-            "deaths": [str(one) for one in self.deaths],
+            "deaths": [str(death) for death in self.deaths],
             "time": round(time.time(), 3),
         }
         write_file(path, json.dumps(record, indent=2).encode() + b"\n")

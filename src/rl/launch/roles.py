@@ -65,7 +65,7 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
         # would give ranks the name of this machine,
         # which may not resolve. --shutdown-timeout: `rl` decides how long the ranks may take for
         # their end.
-        own = [
+        options = [
             "--standalone",
             "--local-addr",
             "127.0.0.1",
@@ -74,7 +74,7 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
             "--shutdown-timeout",
             "3600",
         ]
-        return [*AGENT, *own, *module]
+        return [*AGENT, *options, *module]
     return module  # one rank needs no agent, whose import of torch takes 3 s
 
 
@@ -106,18 +106,18 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     if config.sft:
         shares = {"trainer": division.trainer}
     shared = "inference" in shares and set(division.trainer.gpus) & set(division.inference.gpus)
-    found = []
+    started = []
     for name, share in shares.items():
         env, cores = (share.env, share.cores) if share else ({}, None)
         one_process = name != "trainer" or division.ranks == 1
         after_server = name == "trainer" and bool(shared)
         if config.is_remote and share:
             asks = [*PYTHON, "-m", f"rl.tinker.client.{name}", "@", str(run_dir.config)]
-            found.append(Role(name, asks, {}))
+            started.append(Role(name, asks, {}))
             continue
-        found.append(
+        started.append(
             Role(
                 name, command(name, run_dir, division.ranks), env, cores, one_process, after_server
             )
         )
-    return found
+    return started

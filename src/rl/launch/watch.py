@@ -54,22 +54,18 @@ class Life:
         lock = self.run_dir.lock("rl")
         path = lease_path(lock, newest_lease(lock)) if lock.parent.is_dir() else lock
         owner = read_json(path, LockOwner)
-        if owner is None:
-            return False
-        lives = owner.lives()
-        return (
-            self.signs.look("rl", (path.name, path.stat().st_mtime_ns)) < LEASE_S
-            if lives is None
-            else lives
-        )
+        lives = owner.lives() if owner else False
+        if lives is None:
+            return self.signs.look("rl", (path.name, path.stat().st_mtime_ns)) < LEASE_S
+        return lives
 
     def has_machines(self) -> bool:
         """Returns whether any machine gives signs of life, or somebody leads the run."""
         silent_s = [
-            self.signs.look(f"machine {index}", one.heartbeat)
-            for index, one in self.nodes.statuses().items()
+            self.signs.look(f"machine {index}", machine.heartbeat)
+            for index, machine in self.nodes.statuses().items()
         ]
-        return any(seconds < LEASE_S for seconds in silent_s) or self.is_led()
+        return min(silent_s, default=LEASE_S) < LEASE_S or self.is_led()
 
     def end(self) -> tuple[int, str] | None:
         """Returns exit code and last words of a run that is over; None while it goes on."""
@@ -78,16 +74,17 @@ class Life:
             if over and not (over == self.over_before and (self.is_led() or self.waits)):
                 return over.exit_code, over.text or diagnose(self.run_dir, self.config).bottleneck
             why = self.abandoned()
-            remedy = (
-                f"{self.run_dir.logs} has what its machines said last; resume with: rl @ "
+            text = (
+                f"{why}: {self.run_dir.logs} has what its machines said last; resume with: rl @ "
                 f"{self.run_dir.config} --resume"
             )
-            return (1, f"{why}: {remedy}") if why else None
+            return (1, text) if why else None
         if self.is_led():
             return None
-        found = diagnose(self.run_dir, self.config)
-        # live: its `rl` is about to exit
-        return None if found.state == "live" else (CODES[found.state], found.bottleneck)
+        diagnosis = diagnose(self.run_dir, self.config)
+        if diagnosis.state == "live":  # its `rl` is about to exit
+            return None
+        return CODES[diagnosis.state], diagnosis.bottleneck
 
     def abandoned(self) -> str:
         """Returns why a run without machines does not come back; empty if it may: while its
@@ -97,29 +94,21 @@ class Life:
         assert self.cluster is not None
         if self.has_machines():
             self.waiting = ""
-            return ""
-        if time.monotonic() < self.ask_at:
-            return ""
-        self.ask_at, queued = time.monotonic() + ASK_S, self.is_queued()
-        limit = f"cluster.join_timeout_s = {self.cluster.join_timeout_s:g} s"
-        if queued is None:
-            if self.last_sign_s() >= self.cluster.join_timeout_s:
+        elif time.monotonic() >= self.ask_at:
+            self.ask_at, queued = time.monotonic() + ASK_S, self.is_queued()
+            absent = "no machine of the run is there: waiting for"
+            limit_s = self.cluster.join_timeout_s
+            limit = f"cluster.join_timeout_s = {limit_s:g} s"
+            unchanged_s = 0.0 if queued is None else self.signs.look("queue", queued)
+            if queued:
+                self.waiting = f"{absent} its jobs, {self.nodes.jobs()}"
+            elif queued is not None:
+                gone = "the run has no jobs in the queue any more"
+                return gone if unchanged_s >= ASK_S else ""
+            elif self.last_sign_s() >= limit_s:
                 return f"no machine has given a sign of life for {limit}"
-            self.waiting = (
-                f"no machine of the run is there: waiting for one up to {limit} after the last "
-                "sign of life seen here"
-            )
-        elif not queued:
-            return (
-                "the run has no jobs in the queue any more"
-                if self.signs.look("queue", queued) >= ASK_S
-                else ""
-            )
-        else:
-            self.signs.look("queue", queued)
-            self.waiting = (
-                f"no machine of the run is there: waiting for its jobs, {self.nodes.jobs()}"
-            )
+            else:
+                self.waiting = f"{absent} one up to {limit} after the last sign of life seen here"
         return ""
 
     def last_sign_s(self) -> float:
@@ -223,26 +212,27 @@ def follow(seen: Watch) -> int:
         time.sleep(POLL_S)
 
 
+TEXTS = {
+    "ready": "  {0.process} is up after {0.seconds:g} s",
+    "silent": "  {0.process} {0.reason}",
+    "warning": "warning: {0.reason}",
+    "stall": "warning: nothing moves: {0.reason}",
+    "quarantine": "warning: batch {0.step} is quarantined: {0.file}",
+    "give_up": "  {0.process} is given up: {0.reason}",
+    "stop": "stopped by {0.reason}",
+    "end": "{0.reason}",
+}
+
+
 def event_text(event: Event) -> str:
     """Describes an event for people; empty for those that the console shows in other ways."""
-    texts: dict[str, Callable[[], str]] = {
-        "start": lambda: "rl has started" if event.process == "rl" else "",
-        "death": lambda: (
-            f"  {event.process} {event.reason}, {event.doing or 'not started'}"
-            + (f", saying: {event.said}" if event.said else "")
-        ),
-        "ready": lambda: (
-            f"  {event.process} is up after {event.seconds:g} s"
-            if event.seconds is not None
-            else ""
-        ),
-        "silent": lambda: f"  {event.process} {event.reason}",
-        "warning": lambda: f"warning: {event.reason}",
-        "stall": lambda: f"warning: nothing moves: {event.reason}",
-        "quarantine": lambda: f"warning: batch {event.step} is quarantined: {event.file}",
-        "repair": lambda: "\n".join(f"  repaired: {text}" for text in event.lines),
-        "give_up": lambda: f"  {event.process} is given up: {event.reason}",
-        "stop": lambda: f"stopped by {event.reason}",
-        "end": lambda: event.reason,
-    }
-    return texts[event.event]() if event.event in texts else ""
+    if event.event == "start":
+        return "rl has started" if event.process == "rl" else ""
+    if event.event == "death":
+        quote = f", saying: {event.said}" if event.said else ""
+        return f"  {event.process} {event.reason}, {event.doing or 'not started'}{quote}"
+    if event.event == "repair":
+        return "\n".join(f"  repaired: {text}" for text in event.lines)
+    if event.event == "ready" and event.seconds is None:
+        return ""
+    return TEXTS.get(event.event, "").format(event)

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from rl.run_dir.files import LineReader
-from rl.run_dir.spans import Time
+from rl.run_dir.spans import Time, append, encoded
 from rl.run_dir.status import Phase
 
 EventKind = Literal[
@@ -68,8 +68,8 @@ DECODER = msgspec.json.Decoder(Event)
 
 def append_event(path: Path, event: Event) -> None:
     """Appends a line. OSErrors are ignored: a full disk must not end the run here."""
-    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
-        file.write(msgspec.json.encode(event) + b"\n")
+    with contextlib.suppress(OSError):
+        append(path, encoded([event]))
 
 
 class EventsReader:

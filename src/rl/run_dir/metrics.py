@@ -232,16 +232,17 @@ def read_metrics(path: Path, source: str = "", last_bytes: int | None = None) ->
     sources = source_files(path)
     share = (NEWEST_BYTES if last_bytes is None else last_bytes) // max(1, len(sources))
     for file in (path, *sources):
-        lines = last_lines(file, last_bytes if file == path else share)
+        lines = end_reader(file, last_bytes if file == path else share).all()
         wanted = (line for line in lines if not source or mark in line)
         merge_lines(merged, filter(None, map(parse_line, wanted)))
     return {key: line for key, line in merged.items() if source in ("", key[1])}
 
 
-def last_lines(file: Path, limit: int | None) -> Iterator[bytes]:
-    """Yields the lines in the last `limit` bytes of a file. The first may lack its beginning."""
+def end_reader(file: Path, limit: int | None) -> LineReader:
+    """A reader of the last `limit` bytes of a file. It may begin inside a line, which is skipped
+    as damaged."""
     is_whole = limit is None or not file.exists()
-    return LineReader(file, 0 if is_whole else max(0, file.stat().st_size - limit)).all()
+    return LineReader(file, 0 if is_whole else max(0, file.stat().st_size - limit))
 
 
 def environment_rewards(line: Mapping[str, T]) -> dict[str, T]:

@@ -11,6 +11,7 @@ from rl.run_dir.files import LineReader
 from rl.run_dir.metrics import (
     ALWAYS,
     NEWEST_BYTES,
+    end_reader,
     environment_rewards,
     parse_line,
     source_files,
@@ -106,10 +107,8 @@ class Numbers:
             self._forget()
         for path in filter(Path.exists, [self.path, *source_files(self.path)]):
             if path not in self.readers:
-                status = path.stat()
-                # inside a line, which is skipped as damaged
-                newest = 0 if path == self.path else max(0, status.st_size - NEWEST_BYTES)
-                self.readers[path] = LineReader(path, newest), status.st_ino
+                reader = end_reader(path, None if path == self.path else NEWEST_BYTES)
+                self.readers[path] = reader, path.stat().st_ino
             for line in filter(None, map(parse_line, self.readers[path][0].all())):
                 self._table(line["source"]).add(line["step"], line)
 

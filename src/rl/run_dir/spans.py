@@ -117,7 +117,7 @@ class SpanLog:
             self.has_start = True
 
 
-def encoded(lines: Sequence[Line]) -> bytes:
+def encoded(lines: Sequence[msgspec.Struct]) -> bytes:
     return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.config.trainer import TrainerConfig, WeightsConfig
-from rl.run_dir.checksums import DIGESTS, first_difference, read_digests, readable, verify_version
+from rl.run_dir.checksums import first_difference, read_digests, readable, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import model_files
@@ -63,21 +63,15 @@ def compare(
     whether equal conditions give equal bits.
     """
     folder = replayed.weights(number)
-    contents, fault = ranks.of_main(lambda: kept_of(replayed.digests(number), folder))
-    differing = {
-        kind: first_difference(content["tensors"], version.digests_like(content["tensors"]))
-        for kind, content in contents.items()
-    }
-    tensor = next(filter(None, differing.values()), None)
-    if len(set(differing.values())) > 1 and not fault:
-        fault = f"{folder / DIGESTS} and {replayed.digests(number)} differ in {tensor}"
-    content = next(iter(contents.values()), {})
-    made_by = content.get("made_by", {}) if contents else version.made_by
-    difference = None
-    if tensor and "weights" in contents:
+    kept, content, fault = ranks.of_main(lambda: kept_of(replayed.digests(number), folder))
+    made_by, tensor, difference = content.get("made_by", version.made_by), None, None
+    if content:
+        ours = version.digests_like(content["tensors"])
+        tensor = first_difference(content["tensors"], ours)
+    if tensor and "weights" in kept:
         difference = largest_difference(folder, tensor, version, ranks)
     return {
-        "kept": list(contents),
+        "kept": kept,
         "tensor": tensor,
         "max_difference": difference,
         "fault": fault,
@@ -86,18 +80,21 @@ def compare(
     }
 
 
-def kept_of(digests: Path, folder: Path) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Returns (a version's digests by the place where they were found, the fault of the first
-    damaged file)."""
-    contents: dict[str, dict[str, Any]] = {}
-    fault = None
-    for kind, path in (("digests", digests), ("weights", folder)):
+def kept_of(digests: Path, folder: Path) -> tuple[list[str], dict[str, Any], str | None]:
+    """Returns what exists of a version; the content of the digests of its weights if these are
+    sound, else of its record; and the fault of the first damaged file."""
+    kept, content, fault = list[str](), {}, None
+    for kind, path, read in (
+        ("digests", digests, read_digests),
+        ("weights", folder, verify_version),
+    ):
         try:
             if path.exists():
-                contents[kind] = read_digests(path) if kind == "digests" else verify_version(path)
+                kept.append(kind)
+                content = read(path)
         except CorruptFileError as error:
             fault = fault or str(error)
-    return contents, fault
+    return kept, content, fault
 
 
 def largest_difference(

@@ -22,7 +22,7 @@ from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
 from rl.view.bundle import document
 from rl.view.library import Library
 from rl.view.redaction import Redaction
-from rl.view.responses import RolloutDetail, Tokens
+from rl.view.responses import RolloutDetail, TaskRow, Tokens
 from rl.view.server import PAGE
 
 AXES: tuple[curves.Axis, ...] = ("step", "rollouts", "tokens", "time")
@@ -113,16 +113,18 @@ def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
     kept, total, left = 0, 0, room
     content["tasks"], content["task"] = {}, {}
     for kind, reserved in (("train", room // 2), ("eval", 0)):
-        rows, every = tasks.ordered(run, kind), tasks.without_rollouts(run, kind)
-        chosen, total = dict[str, tasks.TaskRow](), total + len(rows)
+        rows, chosen = tasks.ordered(run, kind), list[TaskRow]()
+        content["task"][kind] = {}
+        total += len(rows)
         for row in rows:
-            used = bytes_of([row, every[row.env, row.task]]) + len(row.env)
+            task = tasks.one_task(run, kind, row.env, row.task, with_rollouts=False)
+            used = bytes_of([row, task]) + len(row.env)
             if used > left - reserved:
                 break
             left -= used
-            chosen[f"{row.env}/{row.task}"] = row
-        content["tasks"][kind] = tasks.with_prompts(run.rollouts(kind), [*chosen.values()])
-        content["task"][kind] = {name: every[row.env, row.task] for name, row in chosen.items()}
+            chosen.append(row)
+            content["task"][kind][f"{row.env}/{row.task}"] = task
+        content["tasks"][kind] = tasks.with_prompts(run.rollouts(kind), chosen)
         kept += len(chosen)
     return room - left, left_out(kept, total, "tasks", "those that changed most")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl.diagnosis.machines import does, facts
 from rl.diagnosis.problems import Problem
-from rl.diagnosis.state import Machine
+from rl.diagnosis.state import RunMachine
 from rl.records.run import Run
 from rl.run_dir.status import describe
 from rl.system.credentials import redact
@@ -46,7 +46,7 @@ def health(run: Run) -> Health:
     )
 
 
-def machine_row(machine: Machine, run: Run) -> MachineRow:
+def machine_row(machine: RunMachine, run: Run) -> MachineRow:
     """A machine, with the processes whose names or statuses say that they are there."""
     status, seen = machine.status, time.time() - machine.silent_s
     running = [

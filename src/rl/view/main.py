@@ -84,34 +84,30 @@ def show(library: Any, values: dict[str, Any]) -> int:
     """Serves the page until Ctrl-C. Raises RunError."""
     from rl.view.server import serve
 
-    host, secret = (
-        values["host"] or "127.0.0.1",
-        os.environ.get(PAGE_VARIABLE) or secrets.token_urlsafe(32),
-    )
+    host = values["host"] or "127.0.0.1"
+    secret = os.environ.get(PAGE_VARIABLE) or secrets.token_urlsafe(32)
     port = int(values["port"]) if values["port"] else None
     printed = list[str]()
     if values["beside"]:
         die_with_parent()
 
     def new_link(address: str, number: str) -> None:
-        shown = f"{address} {number}" if values["beside"] else link(secret, address, number)
-        count = len(library.keys())
-        first = f"{count} run{'' if count == 1 else 's'} at"
-        print(
-            "rl view:",
-            "a browser has used that link; the next one is" if printed else first,
-            shown,
-            flush=True,
-        )
-        if not printed and not is_loopback(host):
+        is_first, is_beside = not printed, values["beside"]
+        printed.append(number)
+        shown = f"{address} {number}" if is_beside else link(secret, address, number)
+        text = "a browser has used that link; the next one is"
+        if is_first:
+            count = len(library.keys())
+            text = f"{count} run{'' if count == 1 else 's'} at"
+        print("rl view:", text, shown, flush=True)
+        if is_first and not is_loopback(host):
             print(
                 "rl view: others on the network can read the traffic: there is no TLS; an "
                 "ssh tunnel to loopback is safer",
                 file=sys.stderr,
             )
-        if not printed and not values["no_browser"] and not values["beside"] and has_browser():
+        if is_first and not is_beside and not values["no_browser"] and has_browser():
             threading.Thread(target=webbrowser.open, args=(shown,), daemon=True).start()
-        printed.append(number)
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt):
@@ -137,9 +133,9 @@ def export(library: Any, path: Path, max_mib: int) -> int:
         raise RunError(
             f"--export {path}: give one run; there are {len(runs)}: {', '.join(list(runs)[:10])}"
         )
-    if path.suffix not in (".html", ".json") or path.absolute().resolve().is_relative_to(
-        next(iter(runs.values())).resolve()
-    ):
+    (root,) = runs.values()
+    is_inside = path.absolute().resolve().is_relative_to(root.resolve())
+    if path.suffix not in (".html", ".json") or is_inside:
         raise RunError(
             f"--export {path}: give a file that ends in .html or .json, outside the run's directory"
         )

@@ -117,19 +117,20 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
-    measure = "loss/mean" if config and (config.sft or config.serve) else "reward/mean"
+    kind = config.kind if config else ""
+    measure = "loss/mean" if kind in ("sft", "serve") else "reward/mean"
     values = (run.numbers.curve(measure) if measure == "loss/mean" else run.numbers.reward())[1]
     return RunRow(
         key=key,
         name=visible(run.root.name),
         model=visible(Path(config.model.name).name) if config else "",
         environments=[visible(env.label) for env in config.orchestrator.environment]
-        if config and not config.sft
+        if config and kind != "sft"
         else [],
         state=state,
         why=visible(why),
         step=run.step,
-        max_steps=config.max_steps if config and not config.serve else 0,
+        max_steps=config.max_steps if config and kind != "serve" else 0,
         reward=last_mean(values),
         rewards=stretches(values),
         measure=measure,

@@ -1,7 +1,7 @@
 """Tasks over time: how the rewards of a task change from version to version."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -37,12 +37,13 @@ def ordered(
         raise RunError(f"sort = {sort}: give one of {', '.join(SORTS)}")
     rows.sort(key=lambda row: -abs(row.change or 0.0))
     if sort:
-        rows.sort(
-            key=lambda row: (
-                getattr(row, sort) is None,
-                -(getattr(row, sort) or 0) if descending else getattr(row, sort) or 0,
-            )
-        )
+        sign = -1 if descending else 1
+
+        def order(row: TaskRow) -> tuple[bool, float]:
+            value = getattr(row, sort)
+            return value is None, sign * (value or 0)
+
+        rows.sort(key=order)
     return rows
 
 
@@ -60,62 +61,18 @@ def task_rows(rollouts: Rollouts) -> list[TaskRow]:
     """Each task with its mean reward in the first and the last third of the versions that played
     it. Ignores failed rollouts."""
     scored = np.isfinite(rollouts.column("reward")) & (rollouts.column("version") != NONE)
-    return [
-        task_row(env, task, versions, rewards)
-        for env, task, versions, rewards in by_task(rollouts, scored)
-    ]
-
-
-def by_task(
-    rollouts: Rollouts, kept: np.ndarray
-) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
-    """Yields (environment, task, versions, rewards) of each task, with its rollouts sorted by
-    version. kept: bool [n], those that count."""
-    envs, numbers, versions, rewards = (
-        rollouts.column(name)[kept] for name in ("env", "task", "version", "reward")
+    envs, tasks, versions, rewards = (
+        rollouts.column(name)[scored] for name in ("env", "task", "version", "reward")
     )
+    rows = []
     for env in sorted(set(envs.tolist())):
         of_env = np.flatnonzero(envs == env)
-        order = of_env[np.lexsort((versions[of_env], numbers[of_env]))]
-        cuts = np.flatnonzero(np.diff(numbers[order])) + 1
-        for rows in np.split(order, cuts):
-            yield env, int(numbers[rows[0]]), versions[rows], rewards[rows]
-
-
-def without_rollouts(run: Run, kind: str) -> dict[tuple[str, int], TaskDetail]:
-    """Every task by environment and number, with its versions, but without their rollouts and
-    the prompt."""
-    rollouts, every = run.rollouts(kind), {}
-    for env, task, versions, rewards in by_task(rollouts, np.full(len(rollouts), True)):
-        played, starts = np.unique(versions, return_index=True)
-        by_version = dict(zip(played.tolist(), np.split(rewards, starts[1:]), strict=True))
-        without = len(by_version.pop(NONE, ()))
-        every[env, task] = TaskDetail(
-            env=env,
-            task=task,
-            prompt=[],
-            versions=[
-                TaskVersion(version=version, mean=mean(values), count=len(values), rows=[])
-                for version, values in newest(by_version)
-            ],
-            without_version=without,
-            note=left_out(by_version),
-        )
-    return every
-
-
-def newest(versions: Mapping[int, Any]) -> list[tuple[int, Any]]:
-    """The (version, value) pairs of the MOST_VERSIONS newest versions, ascending."""
-    return list(versions.items())[-MOST_VERSIONS:]
-
-
-def left_out(versions: Mapping[int, object]) -> str:
-    """A phrase on what `newest` leaves out; empty if nothing."""
-    return (
-        f"the newest {MOST_VERSIONS} of {len(versions)} versions"
-        if len(versions) > MOST_VERSIONS
-        else ""
-    )
+        order = of_env[np.lexsort((versions[of_env], tasks[of_env]))]
+        cuts = np.flatnonzero(np.diff(tasks[order])) + 1
+        for chosen in np.split(order, cuts):
+            task = int(tasks[chosen[0]])
+            rows.append(task_row(env, task, versions[chosen], rewards[chosen]))
+    return rows
 
 
 def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> TaskRow:
@@ -135,8 +92,9 @@ def task_row(env: str, task: int, versions: np.ndarray, rewards: np.ndarray) -> 
     )
 
 
-def one_task(run: Run, kind: str, env: str, task: int) -> TaskDetail:
-    """One task over all versions. Raises RunError if it has no rollouts."""
+def one_task(run: Run, kind: str, env: str, task: int, *, with_rollouts: bool = True) -> TaskDetail:
+    """One task over all versions, perhaps without their rollouts and the prompt. Raises RunError
+    if it has no rollouts."""
     versions = run.task(env, task, kind)
     without = len(versions.pop(NONE, ()))
     if not versions:
@@ -144,19 +102,19 @@ def one_task(run: Run, kind: str, env: str, task: int) -> TaskDetail:
             f": all {without} that played it failed before their first token" if without else ""
         )
         raise RunError(f"task {task} of {env}: has no rollouts to show{failed}")
-    shown = newest(versions)
+    shown, count = [*versions.items()][-MOST_VERSIONS:], len(versions)
     return TaskDetail(
         env=env,
         task=task,
-        prompt=prompt_of(shown[-1][1]),
+        prompt=prompt_of(shown[-1][1]) if with_rollouts else [],
         without_version=without,
-        note=left_out(versions),
+        note=f"the newest {MOST_VERSIONS} of {count} versions" if count > MOST_VERSIONS else "",
         versions=[
             TaskVersion(
                 version=version,
                 mean=mean(rollouts.column("reward")),
                 count=len(rollouts),
-                rows=[row_of(rollout) for rollout in rollouts],
+                rows=[row_of(rollout) for rollout in rollouts] if with_rollouts else [],
             )
             for version, rollouts in shown
         ],
@@ -173,14 +131,9 @@ def prompt_of(rollouts: Rollouts) -> list:
     """The prompt, from the newest rollout with a text: the messages before the first answer if
     its line does not have their number."""
     for i in reversed(range(len(rollouts))):
-        rollout = rollouts[i]
-        try:
-            row = rollout.row
-        except RunError:
-            continue
-        messages = messages_of(row)
-        first = next(
-            (i for i, message in enumerate(messages) if message.role == "assistant"), len(messages)
-        )
-        return messages[: num_prompt_messages(row) or first]
+        with contextlib.suppress(RunError):
+            row = rollouts[i].row
+            messages = messages_of(row)
+            roles = [*(message.role for message in messages), "assistant"]
+            return messages[: num_prompt_messages(row) or roles.index("assistant")]
     return []

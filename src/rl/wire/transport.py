@@ -88,23 +88,14 @@ class Rejected:
     """Counts invalid messages, and logs a warning at most every WARN_EVERY_S seconds."""
 
     def __init__(self, what: str):
-        self.what = what
-        self.count = self.num_logged = 0
-        self.logged_at = -math.inf
+        self.what, self.count, self.logged_at = what, 0, -math.inf
 
     def note(self, peer: str, why: object) -> None:
         self.count += 1
         if time.monotonic() - self.logged_at >= WARN_EVERY_S:
-            new = self.count - self.num_logged
-            log.warning(
-                "%s: dropped %d (%d in all); the last from %s: %s",
-                self.what,
-                new,
-                self.count,
-                peer,
-                str(why)[:200],
-            )
-            self.logged_at, self.num_logged = time.monotonic(), self.count
+            text = "%s: dropped %d in all; the last from %s: %s"
+            log.warning(text, self.what, self.count, peer, str(why)[:200])
+            self.logged_at = time.monotonic()
 
 
 def curve_keys(token: str, role: str) -> tuple[bytes, bytes]:
@@ -163,12 +154,8 @@ class OrchestratorClient:
     def __init__(self, run_dir: RunDir, gives_up: Callable[[], bool] = lambda: False):
         """`gives_up`: whether to wait for answers no longer than for ADDRESS_CHECK_S, because
         this process is about to end."""
-        self.run_dir, self.status_path, self.gives_up = (
-            run_dir,
-            run_dir.status("orchestrator"),
-            gives_up,
-        )
-        self.rejected = Rejected("answers of the orchestrator")
+        self.run_dir, self.gives_up = run_dir, gives_up
+        self.status_path = run_dir.status("orchestrator")
 
     def get_batch(self, step: int, wait: Wait) -> bytes | RunEnded | None:
         """Waits for the batch of `step`. Returns the bytes of its file, or RunEnded if the run is
@@ -177,15 +164,11 @@ class OrchestratorClient:
         Raises CorruptFileError if the file is damaged, RunError at the deadline.
         """
         while True:
+            what, accepted = f"batch {step}", (BatchReady, RunEnded)
             reply = self._ask_until(
-                GetBatch(step),
-                (BatchReady, RunEnded),
-                f"batch {step}",
-                Phase.WAITING_FOR_BATCH,
-                step,
-                wait,
+                GetBatch(step), accepted, what, Phase.WAITING_FOR_BATCH, step, wait
             )
-            if reply is None or isinstance(reply, RunEnded):
+            if not isinstance(reply, BatchReady):
                 return reply
             if data := self._read_batch(step, reply, wait):
                 wait.over()
@@ -199,28 +182,23 @@ class OrchestratorClient:
         """
         path, seen_by = self.run_dir.batch(step), time.monotonic() + SEEN_WITHIN_S
         while True:
-            is_whole = False
+            data = b""
             with contextlib.suppress(OSError):
-                is_whole = path.stat().st_size == ready.size
-                if is_whole and is_batch(data := path.read_bytes(), ready):
+                if path.stat().st_size == ready.size and is_batch(data := path.read_bytes(), ready):
                     return data
             if time.monotonic() >= seen_by:
-                break
+                if data:
+                    raise CorruptFileError(f"{path}: damaged, its checksum does not match")
+                return b""
             if wait.left_s() <= 0:
-                waited = (
-                    f"waited {wait.timeout_s:.0f} s for {path}, which the orchestrator wrote, to "
-                    "become visible"
-                )
                 raise RunError(
-                    f"{waited}: output_dir must be on a file system that all nodes share, "
+                    f"waited {wait.timeout_s:.0f} s for {path}, which the orchestrator wrote, to "
+                    "become visible: output_dir must be on a file system that all nodes share, "
                     "under the same path",
                     RESTART,
                 )
             wait.about(Phase.WAITING_FOR_BATCH, step, f"{path} to become visible")
             time.sleep(0.2)
-        if is_whole:
-            raise CorruptFileError(f"{path}: damaged, its checksum does not match")
-        return b""
 
     def published(self, version: WeightVersion, wait: Wait) -> Acknowledged | None:
         """Announces a version. Returns which versions are still needed, or None if it gives up."""
@@ -233,11 +211,10 @@ class OrchestratorClient:
     def probe(self, policy_version: int, timeout_s: float) -> list[TrainingSample]:
         """Returns completions by exactly this version; none if inference holds a later one, or
         fails to load it within `timeout_s`, or if the client gives up."""
-        since = time.monotonic()
-        while (left := timeout_s - (time.monotonic() - since)) > 0 and not self.gives_up():
-            address = read_address(self.status_path)
+        until = time.monotonic() + timeout_s
+        while (left := until - time.monotonic()) > 0 and not self.gives_up():
             with contextlib.suppress(NoAnswerError):
-                reply = self._ask(address, GetProbe(policy_version), left) if address else None
+                reply = self._ask(GetProbe(policy_version), left)
                 if isinstance(reply, Probe):
                     return reply.samples
             time.sleep(0.05)
@@ -258,25 +235,17 @@ class OrchestratorClient:
         asked, since = time.monotonic(), time.strftime("%H:%M:%S")
         while (left := wait.left_s(asked)) > 0:
             wait.about(phase, step, detail)
-            address = read_address(self.status_path)
             try:
-                reply = self._ask(address, request, min(ATTEMPT_S, left)) if address else None
-                if address and reply and not isinstance(reply, (NotReady, *accepted)):
-                    raise self._reject(
-                        address, f"a {type(reply).__name__} in reply to a {type(request).__name__}"
-                    )
+                reply = self._ask(request, min(ATTEMPT_S, left), accepted)
             except NoAnswerError as error:
                 reply, detail = None, str(error)
+            if isinstance(reply, accepted) or self.gives_up():
+                wait.over()
+                return reply if isinstance(reply, accepted) else None
             if isinstance(reply, NotReady):
                 detail = describe(reply.status)
-            elif reply is not None:
-                wait.over()
-                return reply
             else:
                 time.sleep(0.2)
-            if self.gives_up():
-                wait.over()
-                return None
         raise RunError(
             f"waited {wait.timeout_s:.0f} s for {what} ({detail}), first asked at {since}. "
             f"The orchestrator: {last_seen(self.status_path)}\n"
@@ -285,17 +254,23 @@ class OrchestratorClient:
             RESTART,
         )
 
-    def _ask(self, address: str, request: Request, timeout_s: float) -> Reply | None:
+    def _ask(
+        self, request: Request, timeout_s: float, accepted: tuple[type, ...] = (Probe,)
+    ) -> Reply | None:
         """Makes one attempt on a fresh socket, so that a late answer to an older request cannot
-        be mistaken. Raises NoAnswerError."""
+        be mistaken. Returns NotReady or an answer of an accepted type; None if there is none.
+        Raises NoAnswerError."""
+        if not (address := read_address(self.status_path)):
+            return None
+        name = type(request).__name__
         with zmq.Context.instance().socket(zmq.DEALER) as socket, contextlib.ExitStack() as on_exit:
             socket.linger = 0
             socket.ipv6 = True
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY_BYTES)
-            poller = zmq.Poller()
-            poller.register(socket, zmq.POLLIN)
             self._authenticate(socket, address)
             on_exit.callback(socket.disable_monitor)
+            poller = zmq.Poller()
+            poller.register(socket, zmq.POLLIN)
             poller.register(socket.get_monitor_socket(HANDSHAKE_FAILED), zmq.POLLIN)
             try:
                 socket.connect(address.replace(ENCRYPTED, PLAIN, 1))
@@ -303,19 +278,28 @@ class OrchestratorClient:
                 raise NoAnswerError(
                     f"the address {address} in {self.status_path} is invalid: {error.strerror}"
                 ) from None
-            faults.point(f"ask.{type(request).__name__}")
+            faults.point(f"ask.{name}")
             socket.send(ENCODER.encode(request))
-            faults.point(f"asked.{type(request).__name__}")
+            faults.point(f"asked.{name}")
             ready = self._poll(poller, address, timeout_s)
-            frames = socket.recv_multipart() if socket in ready else []
-        if ready and not frames:
-            raise NoAnswerError(f"{address} rejects this process's token: {SAME_TOKEN}")
-        if len(frames) > 1:
-            raise self._reject(address, f"{len(frames)} frames")
+            if not ready:
+                return None
+            if socket not in ready:
+                raise NoAnswerError(f"{address} rejects this process's token: {SAME_TOKEN}")
+            frames = socket.recv_multipart()
+        why: object = f"{len(frames)} frames"
         try:
-            return REPLIES.decode(frames[0]) if frames else None
+            if len(frames) == 1:
+                reply = REPLIES.decode(frames[0])
+                if isinstance(reply, (NotReady, *accepted)):
+                    return reply
+                why = f"a {type(reply).__name__} in reply to a {name}"
         except UNREADABLE as error:
-            raise self._reject(address, error) from None
+            why = error
+        raise NoAnswerError(
+            f"{address} sent an invalid answer ({why}): is it this run's orchestrator, of "
+            "the same version of rl?"
+        )
 
     def _poll(self, poller: zmq.Poller, address: str, timeout_s: float) -> dict[Any, int]:
         """Returns the sockets that are ready; empty after `timeout_s`, or soon after the
@@ -339,13 +323,6 @@ class OrchestratorClient:
             )
         socket.curve_publickey, socket.curve_secretkey = curve_keys(token, "client")
         socket.curve_serverkey, _ = curve_keys(token, "server")
-
-    def _reject(self, address: str, why: object) -> NoAnswerError:
-        self.rejected.note(address, why)
-        return NoAnswerError(
-            f"{address} sent an invalid answer ({why}): is it this run's orchestrator, of "
-            "the same version of rl?"
-        )
 
 
 class TrainerServer:

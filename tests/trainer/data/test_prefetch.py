@@ -195,7 +195,7 @@ def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
         "2",
     ]
     (need,) = disk.needs(build(parse_args(flags)), tied_folder)
-    assert "6 policy versions" in need.parts
+    assert "6 policy versions" in need.files
 
 
 def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(

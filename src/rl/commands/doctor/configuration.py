@@ -117,10 +117,10 @@ def servers(config: RLConfig) -> Iterable[Check]:
     named += [("the teacher's base_url", teacher.base_url) for teacher in teachers if teacher]
     named += [("head_server", env.head_server) for env in envs if env.head_server]
     for key, url in dict.fromkeys(named):
-        parts = urlsplit(url if "//" in url else f"//{url}")
+        address = urlsplit(url if "//" in url else f"//{url}")
         try:
-            port = parts.port or (443 if parts.scheme == "https" else 80)
-            socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
+            port = address.port or (443 if address.scheme == "https" else 80)
+            socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
             yield Check("servers", "ok", f"{url} accepts connections")
         except (OSError, ValueError) as error:
             remedy = "start that server first, or fix the address"

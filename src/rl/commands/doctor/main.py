@@ -41,7 +41,7 @@ usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...
                               the same tokens with the
                               trainer's code, prints how much they differ, and the likely cause
 
-Exit code 0: no problems; 1: a problem was found, and the output has the remedy.""",
+Exit code 0: no problems; 1: a problem was report, and the output has the remedy.""",
     OPTIONS,
 )
 NOT_PLAYED = ("orchestrator.environment", "orchestrator.sampling.max_tokens")
@@ -85,21 +85,21 @@ def diagnosis(root: Path, *, verify: bool, as_json: bool) -> int:
     from rl.diagnosis.waits import diagnose
 
     run_dir, config = open_run(root)
-    found = diagnose(run_dir, config)
-    problems = [problem.text for problem in found.problems if problem.serious]
+    report = diagnose(run_dir, config)
+    problems = [problem.text for problem in report.problems if problem.serious]
     if verify:
         from rl.commands.doctor.files import damaged_files
 
         problems += [fault for fault in damaged_files(run_dir) if fault not in problems]
     if as_json:
-        summary = {"fine": not problems, "bottleneck": found.bottleneck, "problems": problems}
-        print(json.dumps(summary | {"lines": found.all_lines}, indent=1))
+        summary = {"fine": not problems, "bottleneck": report.bottleneck, "problems": problems}
+        print(json.dumps(summary | {"lines": report.all_lines}, indent=1))
         return 1 if problems else 0
     end = read_json(run_dir.run_end, RunEnd)
-    is_doubtful = found.state == "ended" and end and end.kind == "doubtful"
-    level = "warn" if is_doubtful else "note" if found.state == "stopped" else "ok"
-    print("\n".join([f"run {root}", *(f"  {line}" for line in found.all_lines)]))
-    print("\n".join(f"FAIL  {fault}" for fault in problems) or f"{level:<5} {found.bottleneck}")
+    is_doubtful = report.state == "ended" and end and end.kind == "doubtful"
+    level = "warn" if is_doubtful else "note" if report.state == "stopped" else "ok"
+    print("\n".join([f"run {root}", *(f"  {line}" for line in report.all_lines)]))
+    print("\n".join(f"FAIL  {fault}" for fault in problems) or f"{level:<5} {report.bottleneck}")
     if verify and not problems:
         print("ok    all files match their checksums")
     return 1 if problems else 0

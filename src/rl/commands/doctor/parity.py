@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.doctor.check import output
-from rl.commands.play_session import start_server
+from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
@@ -17,11 +17,11 @@ from rl.models.tokenizer import text_ids
 from rl.orchestrator.policy.probe import complete
 from rl.system.children import PYTHON
 from rl.system.errors import RunError
-from rl.system.terminal import say
+from rl.system.terminal import say, table
 from rl.wire.batch_file import write_batch
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainBatch
-from rl.wire.parity import LIMITS, Limit, Parity, Scored, likely_cause, parity_of
+from rl.wire.parity import LIMITS, Limit, Parity, ScoredToken, likely_cause, parity_of
 
 TEXTS = (
     "The capital of France is",
@@ -61,29 +61,24 @@ async def examine(config: RLConfig, values: dict[str, Any], children: Children) 
 
 async def parity(
     config: RLConfig, num_tokens: int, work: Path, children: Children
-) -> tuple[list[Scored], int | None]:
+) -> tuple[list[ScoredToken], int | None]:
     """Samples from a server of the model, stops it, and scores the samples with the trainer's
     code. Returns (scored tokens, the model's sliding window in tokens or None)."""
     dtype = config.model.dtype
     say(f"{dtype}: sampling from inference")
-    server = await start_server(config, config.model.name, work, children)
-    write_config(work / f"{dtype}.toml", server.config)
-    servers = InferenceServers(
-        [], server.config.run_dir.status("inference"), config.orchestrator.inference_timeout_s
-    )
-    try:
-        await server.ready()
-        cases = [
-            (ids, temperature)
-            for ids in prompts(server.model, config.model, num_tokens)
-            for temperature in TEMPERATURES
-        ]
-        samples = await asyncio.gather(
-            *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
-        )
-    finally:
-        await servers.close()
-        await server.end()
+    timeout_s = config.orchestrator.inference_timeout_s
+    async with policy_server(config, config.model.name, work, children) as server:
+        write_config(work / f"{dtype}.toml", server.config)
+        servers = InferenceServers([], server.config.run_dir.status("inference"), timeout_s)
+        try:
+            await server.ready()
+            texts = prompts(server.model, config.model, num_tokens)
+            cases = [(ids, temperature) for ids in texts for temperature in TEMPERATURES]
+            samples = await asyncio.gather(
+                *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
+            )
+        finally:
+            await servers.close()
     write_batch(work / f"{dtype}.batch", TrainBatch(step=1, samples=samples), None)
     say(
         f"{dtype}: scoring {sum(sample.num_trained for sample in samples)} tokens with the "
@@ -99,8 +94,8 @@ async def parity(
         )
     if child.exit_code:
         raise failure(child, child.ending())
-    found = json.loads(output(child)[-1])
-    return [Scored(*token) for token in found["tokens"]], found["sliding_window"]
+    answer = json.loads(output(child)[-1])
+    return [ScoredToken(*token) for token in answer["tokens"]], answer["sliding_window"]
 
 
 def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]:
@@ -114,26 +109,26 @@ def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]
     return [text_ids(tokenizer, text)[:room] for text in texts]
 
 
-def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
+def report(dtype: str, scored: list[ScoredToken], sliding_window: int | None) -> int:
     """Prints the table of a dtype. Returns 1 if trainer and inference disagree."""
-    limit = LIMITS[dtype]
-    print(
-        f"{dtype} (limits: {limit})\n  {'temperature':<12} {'tokens':>6} {'mean |d|':>10} "
-        f"{'max |d|':>10} {'kl':>10}  ± its error"
-    )
-    rows = {
-        temperature: [token.difference for token in scored if token.temperature == temperature]
-        for temperature in TEMPERATURES
-    }
-    whole = parity_of([token.difference for token in scored])
-    for name, found in [
-        *((name, parity_of(differences)) for name, differences in rows.items()),
-        ("both", whole),
-    ]:
-        figures = (
-            f"{found.mean:>10.2g} {found.largest:>10.2g} {found.kl:>10.3g}  ± {found.kl_error:.1g}"
-        )
-        print(f"  {name:<12} {found.tokens:>6} {figures}")
+    limit, whole = LIMITS[dtype], parity_of([token.difference for token in scored])
+    results = [("both", whole)]
+    for temperature in reversed(TEMPERATURES):
+        differences = [token.difference for token in scored if token.temperature == temperature]
+        results.insert(0, (str(temperature), parity_of(differences)))
+    rows = [
+        [
+            name,
+            str(r.tokens),
+            f"{r.mean:.2g}",
+            f"{r.largest:.2g}",
+            f"{r.kl:.3g}",
+            f"± {r.kl_error:.1g}",
+        ]
+        for name, r in results
+    ]
+    heads = ["temperature", "tokens", "mean |d|", "max |d|", "kl", "± its error"]
+    print(f"{dtype} (limits: {limit})", *table(heads, rows, left=1), sep="\n  ")
     if whole.within(limit):
         print(f"  trainer and inference agree{reservation(whole, limit)}", flush=True)
         return 0
@@ -141,13 +136,13 @@ def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
     return 1
 
 
-def reservation(found: Parity, limit: Limit) -> str:
+def reservation(measured: Parity, limit: Limit) -> str:
     """Returns why a mean KL above its limit still passes; empty if it is within the limit."""
-    if found.kl <= limit.kl:
+    if measured.kl <= limit.kl:
         return ""
-    excess = (found.kl - limit.kl) / found.kl_error
+    excess = (measured.kl - limit.kl) / measured.kl_error
     return (
-        f": kl {found.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, "
+        f": kl {measured.kl:.3g} is above {limit.kl:g} by {excess:.1f} of its standard errors, "
         "which may be chance with so few "
         "tokens (3 would be too many); use a higher --tokens to decide"
     )

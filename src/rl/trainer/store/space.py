@@ -2,13 +2,10 @@
 
 import errno
 import math
-import os
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,14 +36,6 @@ def require_space(directory: Path, tensors: Iterable[Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises an OSError again if the library has turned it into text."""
-    try:
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            path,
-            metadata={"format": "pt"},
-        )
-    except SafetensorError as error:
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        raise
+    """Writes a safetensors file."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path, metadata={"format": "pt"})
