@@ -837,7 +837,10 @@ async def test_what_is_wrong_fails_alone_and_says_why(client):
         "path": "e",
         "age_encryption_recipients": ["age1"],
     }
-    assert "does not encrypt" in (await client.call("save_weights_external", external))["error"]
+    assert (
+        "age_encryption_recipients"
+        in (await client.call("save_weights_external", external))["error"]
+    )
     assert client.learner.done == [("create", 4)]
     assert await new_model(client, rank=9) is None
     other = {

@@ -112,7 +112,7 @@ def replay_session(run_dir: RunDir, config: RLConfig, children: Children, flags:
         raise RunError(f"{run_dir.root} is a server's directory; give a model of a client{listed}")
     # of the server: its bits depend on the padding
     config.trainer.lora = stored_config(run_dir.root.parents[1]).trainer.lora
-    replay = ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=0)
+    replay = ReplayConfig(run=str(run_dir.root), weights=str(run_dir.weights_dir), until=1)
     with scratch_run(config, replay) as scratch:
         replay.until = copy_calls(run_dir, Storage(scratch))
         write_config(scratch.config, config)

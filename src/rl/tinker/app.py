@@ -4,8 +4,9 @@ training, sampling, and addresses of files. What has been made: listing.py."""
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from inspect import signature as signature_of
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -77,8 +78,8 @@ them must not wait for a number that never comes."""
 
 
 class TinkerApi:
-    """The calls of a client: each gets the request and what its body asks, and returns what is
-    answered."""
+    """The calls of a client: each gets what its parameters name, the request, what its body asks
+    (`asked`), or a part of its path, and returns what is answered."""
 
     def __init__(
         self, training: Training, sampling: SamplingSessions, storage: Storage, secret: str
@@ -89,11 +90,11 @@ class TinkerApi:
 
     # Sessions -------------------------------------------------------------------------------------
 
-    async def capabilities(self, request: Request) -> Any:
+    async def capabilities(self) -> Any:
         model = {"model_name": self.name, "max_context_length": self.model.max_model_len}
         return {"supported_models": [model | {"trainable": True, "sampleable": True}]}
 
-    async def create_session(self, request: Request, asked: CreateSession) -> Any:
+    async def create_session(self, asked: CreateSession) -> Any:
         session_id = secrets.token_hex(8)
         content = {"time": time.time(), **msgspec.to_builtins(asked)}
         write_json(self.storage.session(session_id), content)
@@ -103,10 +104,10 @@ class TinkerApi:
             "info_message": f"rl serves {self.name}; {HEAD_GAP}",
         }
 
-    async def finish(self, request: Request) -> Any:
+    async def finish(self, session_id: str) -> Any:
         """Frees the memory of a session's models. They are loaded again if they are asked for
         after all."""
-        await self.training.unload(f"{request.path_params['session_id']}:")
+        await self.training.unload(f"{session_id}:")
         return {}
 
     # Training -------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ class TinkerApi:
             raise CallError(f"seq_id = {asked.seq_id}: the calls of a model are numbered from 1")
         return await self._add(request, kind, asked.model_id, asked.seq_id)
 
-    async def get_info(self, request: Request, asked: GetInfo) -> Any:
+    async def get_info(self, asked: GetInfo) -> Any:
         model, name = self.training.find(asked.model_id), self.model.name
         return {
             "type": "get_info",
@@ -156,7 +157,7 @@ class TinkerApi:
 
     # Sampling -------------------------------------------------------------------------------------
 
-    async def create_sampling_session(self, request: Request, asked: CreateSamplingSession) -> Any:
+    async def create_sampling_session(self, asked: CreateSamplingSession) -> Any:
         sampling_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         await self.sampling.create(sampling_id, self.sampling.asked(asked))
         return {"type": "create_sampling_session", "sampling_session_id": sampling_id}
@@ -169,7 +170,7 @@ class TinkerApi:
         ids = [f"{request_id}/{index}" for index in range(asked.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    async def retrieve(self, request: Request, asked: Retrieve) -> Any:
+    async def retrieve(self, asked: Retrieve) -> Any:
         """Returns the answer to a call; that of a failed one becomes the SDK's
         RequestFailedError."""
         owner, _, number = asked.request_id.partition("/")
@@ -197,30 +198,29 @@ class TinkerApi:
 
     # Files ----------------------------------------------------------------------------------------
 
-    def _files(self, request: Request) -> dict[str, Path]:
+    def _files(self, model_id: str, name: str) -> dict[str, Path]:
         """Returns the files of a named adapter, which are read at addresses that are signed for a
         while. Raises KeyError."""
-        name = (request.path_params["model_id"], EXTERNAL, request.path_params["name"])
-        if self.storage.read_saved(name) is None:
-            raise KeyError(f"{tinker_path(name)} {NOT_FOUND}")
-        paths = sorted(self.storage.saved(name).iterdir())
+        adapter = (model_id, EXTERNAL, name)
+        if self.storage.read_saved(adapter) is None:
+            raise KeyError(f"{tinker_path(adapter)} {NOT_FOUND}")
+        paths = sorted(self.storage.saved(adapter).iterdir())
         return {path.name: path for path in paths if path.name != DIGESTS}
 
-    async def addresses(self, request: Request) -> Any:
+    async def addresses(self, request: Request, model_id: str, name: str) -> Any:
         expires, base = int(time.time()) + SIGNED_S, str(request.base_url).rstrip("/")
-        folder = f"{DOWNLOADS}{request.path_params['model_id']}/{request.path_params['name']}"
         urls = {}
-        for name in self._files(request):
-            path = f"{folder}/{name}"
+        for file in self._files(model_id, name):
+            path = f"{DOWNLOADS}{model_id}/{name}/{file}"
             signed = signature(self.secret, path, expires)
-            urls[name] = f"{base}{quote(path)}?expires={expires}&signature={signed}"
+            urls[file] = f"{base}{quote(path)}?expires={expires}&signature={signed}"
         return {"urls": urls, "expires": when(expires)}
 
-    async def file(self, request: Request) -> Any:
-        files, name = self._files(request), request.path_params["file"]
-        if name not in files:
-            raise KeyError(f"there is no file {name}, only {', '.join(files)}")
-        return FileResponse(files[name])
+    async def file(self, model_id: str, name: str, file: str) -> Any:
+        files = self._files(model_id, name)
+        if file not in files:
+            raise KeyError(f"there is no file {file}, only {', '.join(files)}")
+        return FileResponse(files[file])
 
 
 async def constant(request: Request) -> Any:
@@ -237,14 +237,15 @@ async def missing(request: Request) -> Response:
 
 
 def endpoint(call: Callable[..., Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
-    """Returns the endpoint of a call, whose body is of the type of `asked`, with its errors as
-    answers."""
-    kind = get_type_hints(call).get("asked")
+    """Returns the endpoint of a call, with its errors as answers."""
+    parameters = signature_of(call).parameters
 
     async def answering(request: Request) -> Response:
         try:
-            asked = {"asked": decode(await request.body(), kind)} if kind else {}
-            content = await call(request, **asked)
+            values = {"request": request, **request.path_params}
+            if "asked" in parameters:
+                values["asked"] = decode(await request.body(), parameters["asked"].annotation)
+            content = await call(**{name: values[name] for name in parameters})
         except KeyError as error:
             return problem(404, str(error.args[0]))
         except (CallError, CorruptFileError, DecodeError, *UNREADABLE) as error:
@@ -271,7 +272,7 @@ def make_app(api: TinkerApi) -> Starlette:
         "GET get_server_capabilities": api.capabilities,
         "GET healthz": listing.health,
         "GET training_runs": listing.runs,
-        "GET checkpoints": listing.checkpoints,
+        "GET checkpoints": listing.all_checkpoints,
         "GET sessions": listing.sessions,
         "GET sessions/{session_id}": listing.session,
         "GET samplers/{sampler_id}": listing.sampler,

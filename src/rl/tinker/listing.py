@@ -83,38 +83,40 @@ class Listing:
     def _model(self, model_id: str) -> Model:
         return self.training.find(model_id)
 
-    async def run(self, request: Request) -> Any:
-        return self._run(self._model(request.path_params["model_id"]))
+    async def run(self, model_id: str) -> Any:
+        return self._run(self._model(model_id))
 
-    async def checkpoints(self, request: Request) -> Any:
-        """Those of one model, or of all, the newest first."""
+    async def checkpoints(self, request: Request, model_id: str) -> Any:
+        return page(request, "checkpoints", self._checkpoints(self._model(model_id)))
+
+    async def all_checkpoints(self, request: Request) -> Any:
+        """The newest first."""
         models = list(self.training.models.values())
-        if model_id := request.path_params.get("model_id"):
-            models = [self._model(model_id)]
         rows = [saved for model in models for saved in self._checkpoints(model)]
         rows.sort(key=lambda saved: saved["time"], reverse=True)
         return page(request, "checkpoints", rows)
 
-    def _named(self, request: Request) -> tuple[Name, Saved]:
-        """Returns what a request names. Raises KeyError."""
-        model_id, kind, name = (request.path_params[key] for key in ("model_id", "kind", "name"))
-        saved = self.storage.read_saved((model_id, kind, name)) if kind in TYPES else None
+    def _named(self, *name: str) -> Saved:
+        """Returns the record of something named. Raises KeyError."""
+        model_id, kind, word = name
+        saved = self.storage.read_saved((model_id, kind, word)) if kind in TYPES else None
         if saved is None:
-            path = tinker_path((model_id, kind, name))
+            path = tinker_path((model_id, kind, word))
             raise KeyError(f"{path} does not exist on this server")
-        return (model_id, kind, name), saved
+        return saved
 
-    async def delete(self, request: Request) -> Any:
-        self.storage.delete_saved(self._named(request)[0])
+    async def delete(self, model_id: str, kind: str, name: str) -> Any:
+        self._named(model_id, kind, name)
+        self.storage.delete_saved((model_id, kind, name))
         return {}
 
-    async def set_ttl(self, request: Request, asked: SetTtl) -> Any:
-        name, saved = self._named(request)
+    async def set_ttl(self, model_id: str, kind: str, name: str, asked: SetTtl) -> Any:
+        saved = self._named(model_id, kind, name)
         saved.expires = new_saved(0, asked.ttl_seconds).expires
-        self.storage.write_saved(name, saved)
+        self.storage.write_saved((model_id, kind, name), saved)
         return {}
 
-    async def weights_info(self, request: Request, asked: GetWeightsInfo) -> Any:
+    async def weights_info(self, asked: GetWeightsInfo) -> Any:
         (model_id, *_), _ = self.storage.find(asked.tinker_path)
         return {
             "base_model": self.training.name,
@@ -130,8 +132,7 @@ class Listing:
         files.sort(key=lambda path: path.stat().st_mtime, reverse=True)
         return page(request, "sessions", [path.stem for path in files])
 
-    async def session(self, request: Request) -> Any:
-        session_id = request.path_params["session_id"]
+    async def session(self, session_id: str) -> Any:
         path = self.storage.session(session_id)
         if not path.is_file():
             raise KeyError(f"session {session_id} does not exist on this server")
@@ -144,15 +145,14 @@ class Listing:
             "display_name": created.get("display_name"),
         }
 
-    async def sampler(self, request: Request) -> Any:
-        session = self.sampling.find(request.path_params["sampler_id"])
-        target = session.target
+    async def sampler(self, sampler_id: str) -> Any:
+        target = self.sampling.find(sampler_id).target
         name = (target.model_id, SAMPLER, str(target.policy_version))
         return {
-            "sampler_id": session.id,
+            "sampler_id": sampler_id,
             "base_model": self.training.config.model.name,
             "model_path": tinker_path(name) if target.model_id else None,
         }
 
-    async def health(self, request: Request) -> Any:
+    async def health(self) -> Any:
         return {"status": "ok", "time": time.time()}

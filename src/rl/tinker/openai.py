@@ -41,7 +41,7 @@ class OpenAi:
             )
         return sampling.target(model, newest[0])
 
-    async def models(self, request: Request) -> Any:
+    async def models(self) -> Any:
         names = [self.sampling.name, *self.sampling.storage.model_ids()]
         models = [{"id": name, "object": "model", "owned_by": "rl"} for name in names]
         return {"object": "list", "data": models}

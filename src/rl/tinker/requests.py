@@ -1,26 +1,23 @@
 """The JSON requests of the Tinker API (tinker 0.38), as far as this server reads them. Fields
-that it does not know are ignored, except those that would change a result: they are here to be
-refused."""
+that it does not know are ignored, except those that would change a result: they are here with the
+only value that is not refused."""
 
 import json
-import math
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from rl.run_dir.files import UNREADABLE
-from rl.wire.training_calls import CallError, Step
+from rl.wire.training_calls import CallError
 
 T = TypeVar("T")
 
-SMALLEST = 1.2e-38
-"""The smallest normal number of float32."""
-LARGEST = {"learning_rate": 1.0, "beta1": 1 - 1e-9, "beta2": 1 - 1e-9} | dict.fromkeys(
-    ("eps", "weight_decay", "grad_clip_norm"), math.inf
-)
-"""Setting of AdamW -> its largest value."""
 Number = Annotated[int, Meta(ge=0)]
+Metadata = dict[str, Any] | None
+Words = dict[str, str] | None
+Most = Annotated[float, Meta(ge=0, le=1e30)]
+Beta = Annotated[float, Meta(ge=0, lt=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}$")]
 """A checkpoint's name, which is that of a folder."""
 Ttl = Annotated[int, Meta(ge=1, le=315_360_000)] | None
@@ -31,7 +28,7 @@ class CreateSession(Struct):
     """A client that begins; its models and sampling sessions belong to it."""
 
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     sdk_version: str = ""
     display_name: str | None = None
     project_id: str | None = None
@@ -43,14 +40,14 @@ class AdapterConfig(Struct):
     rank: int = 32
     seed: int | None = None
     train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
+    train_mlp: Literal[True] = True
+    train_attn: Literal[True] = True
 
 
 class Optimizer(Struct):
     """The kind of a model's optimizer."""
 
-    type: str = "adamw"
+    type: Literal["adamw"] = "adamw"
 
 
 class CreateModel(Struct):
@@ -59,8 +56,8 @@ class CreateModel(Struct):
     session_id: str
     model_seq_id: Number
     base_model: str
-    user_metadata: dict[str, Any] | None = None
-    lora_config: AdapterConfig | None = None
+    lora_config: AdapterConfig
+    user_metadata: Metadata = None
     optimizer_config: Optimizer = msgspec.field(default_factory=Optimizer)
 
 
@@ -74,34 +71,19 @@ class LoadWeights(Struct):
     session_id: str | None = None
     model_seq_id: Number | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     optimizer_config: Optimizer | None = None
 
 
 class AdamParams(Struct):
-    """Settings of one AdamW step."""
+    """Settings of one AdamW step. Where a gradient is 0, AdamW divides by eps alone."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-
-    def step(self) -> Step:
-        """Returns our settings of the step. Raises CallError for a number that AdamW does not
-        take."""
-        if self.eps < SMALLEST:
-            raise CallError(
-                f"adam_params.eps = {self.eps}: give at least {SMALLEST:g}; where a gradient "
-                "is 0, AdamW divides by it alone"
-            )
-        for name, most in LARGEST.items():
-            if not (math.isfinite(value := getattr(self, name)) and 0 <= value <= most):
-                limit = f" to {most:g}" if most < math.inf else ""
-                raise CallError(f"adam_params.{name} = {value}: give a number from 0{limit}")
-        betas = (self.beta1, self.beta2)
-        return Step(self.learning_rate, betas, self.eps, self.weight_decay, self.grad_clip_norm)
+    learning_rate: Annotated[float, Meta(ge=0, le=1)] = 1e-4
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    eps: Annotated[float, Meta(ge=1.2e-38, le=1e30)] = 1e-12
+    weight_decay: Most = 0.0
+    grad_clip_norm: Most = 0.0
 
 
 class OptimStep(Struct):
@@ -109,8 +91,7 @@ class OptimStep(Struct):
 
     model_id: str
     seq_id: Number
-    adam_params: AdamParams | None = None
-    optimizer_params: dict[str, Any] | None = None
+    adam_params: AdamParams
 
 
 class SaveWeights(Struct):
@@ -121,7 +102,7 @@ class SaveWeights(Struct):
     path: Name
     ttl_seconds: Ttl = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Words = None
 
 
 class SaveWeightsForSampler(Struct):
@@ -131,9 +112,9 @@ class SaveWeightsForSampler(Struct):
     seq_id: Number
     path: Name | None = None
     sampling_session_seq_id: Number | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"
+    kind: Literal["snapshot"] = "snapshot"
     ttl_seconds: Ttl = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Words = None
 
 
 class SaveWeightsExternal(Struct):
@@ -143,7 +124,7 @@ class SaveWeightsExternal(Struct):
     seq_id: Number
     path: Name
     ttl_seconds: Ttl = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: None = None
 
 
 class SetTtl(Struct):
@@ -177,12 +158,12 @@ class ModelInput(Struct):
 class SamplingParams(Struct):
     """How to sample; -1 and None stand for no limit."""
 
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[str | int] | None = None
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, lt=100)] = 1.0
     top_k: int = -1
-    top_p: float = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class Sample(Struct):
@@ -194,10 +175,10 @@ class Sample(Struct):
     seq_id: Number
     num_samples: Annotated[int, Meta(ge=1, le=4096)] = 1
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    target_prompt_logprobs: None = None
+    prompt_alt_tokens_k: Literal[0] = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
 

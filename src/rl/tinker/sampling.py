@@ -39,13 +39,6 @@ from rl.wire.turns import Turn, pack_logprobs
 
 EXPIRES_S = 24 * 3600.0
 """Seconds without a request after which a sampling session is deleted."""
-NOT_GIVEN = (
-    "topk_prompt_logprobs",
-    "topk_sample_logprobs",
-    "target_prompt_logprobs",
-    "prompt_alt_tokens_k",
-)
-"""Fields of a request for what inference does not compute here."""
 IN_USE_S = 3600.0
 """Seconds after a session's last request for which its version is kept."""
 DEFAULT_TOKENS = 1024
@@ -263,13 +256,8 @@ class SamplingSessions:
 
     def _fault(self, request: Sample) -> str:
         """Returns what is wrong with a request; empty if nothing. Raises CallError."""
-        params, prompt = request.sampling_params, prompt_ids(request)
-        limit, last = self.config.model.max_model_len, request.prompt_logprobs_last_n
-        if any(getattr(request, name) for name in NOT_GIVEN):
-            return (
-                "this server gives the log-probabilities of given and sampled tokens alone: "
-                f"leave {', '.join(NOT_GIVEN)} out"
-            )
+        prompt, last = prompt_ids(request), request.prompt_logprobs_last_n
+        limit = self.config.model.max_model_len
         if last is not None and not (request.prompt_logprobs and 1 <= last < len(prompt)):
             return (
                 "prompt_logprobs_last_n needs prompt_logprobs, and a number from 1 to the "
@@ -287,13 +275,6 @@ class SamplingSessions:
         if len(prompt) >= limit:
             return (
                 f"the prompt has {len(prompt)} tokens; model.max_model_len of the server is {limit}"
-            )
-        if params.max_tokens is not None and params.max_tokens < 1:
-            return f"max_tokens = {params.max_tokens}: give at least 1"
-        if not (0 <= params.temperature < 100 and 0 < params.top_p <= 1):
-            return (
-                f"temperature = {params.temperature}, top_p = {params.top_p}: give a "
-                "temperature from 0 and a top_p of 0 to 1"
             )
         return ""
 

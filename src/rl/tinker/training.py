@@ -46,7 +46,7 @@ from rl.tinker.storage import (
     tinker_path,
     write_json,
 )
-from rl.wire.training_calls import CallError, Learner, NoRoomError
+from rl.wire.training_calls import CallError, Learner, NoRoomError, Step
 
 T = TypeVar("T")
 KEPT_STATES = 2
@@ -286,14 +286,7 @@ class Training:
     def _create(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, CreateModel)
         lora = request.lora_config
-        self._check_base(request.base_model, request.optimizer_config.type)
-        if lora is None:
-            raise CallError("this server trains LoRA adapters: send lora_config")
-        if not (lora.train_mlp and lora.train_attn):
-            raise CallError(
-                "this server trains adapters of all linear layers: leave train_mlp and "
-                "train_attn true"
-            )
+        self._check_base(request.base_model)
         seed = request.model_seq_id if lora.seed is None else lora.seed
         create = partial(self.learner.create, model.id, lora.rank, seed % 2**63)
         self._with_room(model, create, IDLE_S)
@@ -303,9 +296,8 @@ class Training:
     def _load(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, LoadWeights)
         name, _ = self.storage.find(request.path, TRAINING)
-        optimizer = request.optimizer_config.type if request.optimizer_config else "adamw"
         if call.number == 0:
-            self._check_base(request.base_model or self.name, optimizer)
+            self._check_base(request.base_model or self.name)
         folder = self.storage.saved(name)
         rank, of_model = self._notes(folder)["rank"], model.settings.get("lora_rank")
         if call.number and rank != of_model:
@@ -326,11 +318,9 @@ class Training:
         except CorruptFileError as error:
             raise CallError(f"{error}; save the state again, or load another one") from None
 
-    def _check_base(self, base_model: str, optimizer: str) -> None:
+    def _check_base(self, base_model: str) -> None:
         if base_model not in (self.name, self.config.model.name):
             raise wrong_base(base_model, self.name)
-        if optimizer != "adamw":
-            raise CallError(f"optimizer {optimizer!r}: this server has adamw")
 
     def _make(self, model: Model, rank: int, metadata: dict[str, Any] | None) -> dict[str, Any]:
         """Makes the model's run directory, and returns what the model was made with."""
@@ -361,10 +351,9 @@ class Training:
         return codec.scored_message(request, scored)
 
     def _optim_step(self, model: Model, call: ClientCall, first: bool) -> Content:
-        request = decode(call.body, OptimStep)
-        if request.adam_params is None:
-            raise CallError("optim_step needs adam_params: this server has AdamW alone")
-        step = request.adam_params.step()
+        adam = decode(call.body, OptimStep).adam_params
+        betas = (adam.beta1, adam.beta2)
+        step = Step(adam.learning_rate, betas, adam.eps, adam.weight_decay, adam.grad_clip_norm)
         norm = self.learner.optimizer_step(model.id, step)
         model.version += 1
         total, count = model.loss
@@ -409,10 +398,6 @@ class Training:
                 saved = new_saved(model.version, request.ttl_seconds, request.user_metadata)
                 self.storage.write_saved(name, saved)
             return answer | {"path": tinker_path(name)}
-        if request.kind == "inflight":
-            raise CallError(
-                'kind "inflight": this server samples from fixed versions; leave it at "snapshot"'
-            )
         if request.sampling_session_seq_id is None:
             raise CallError("give a path, or sampling_session_seq_id")
         session = model.id.partition(":train:")[0]
@@ -421,8 +406,6 @@ class Training:
 
     def _save_external(self, model: Model, call: ClientCall, first: bool) -> Content:
         request = decode(call.body, SaveWeightsExternal)
-        if request.age_encryption_recipients:
-            raise CallError("this server does not encrypt: leave age_encryption_recipients out")
         name = (model.id, EXTERNAL, request.path)
         if first:
             saved = self.storage.read_saved(name)
