@@ -13,7 +13,7 @@ import openai
 import verifiers as vf
 
 from rl.envs.classic.client import (
-    PolicyClient,
+    ClassicClient,
     chat_message,
     chat_tool,
     completion_prompt,
@@ -67,10 +67,9 @@ class Task:
     @property
     def tools(self) -> list[Tool] | None:
         """The tools that the environment offers for this row, as verifiers resolves them."""
-        own = self.info.get("tool_defs") if isinstance(self.info, dict) else None
-        return [
-            chat_tool(tool) for tool in (self.env.tool_defs if own is None else own) or []
-        ] or None
+        tools = self.info.get("tool_defs") if isinstance(self.info, dict) else None
+        tools = self.env.tool_defs if tools is None else tools
+        return [chat_tool(tool) for tool in tools or ()] or None
 
 
 @dataclass
@@ -78,7 +77,7 @@ class Play:
     """A rollout while it is generated and scored."""
 
     task: Task
-    client: PolicyClient | None
+    client: ClassicClient | None
     """None if an endpoint plays."""
     state: dict[str, Any] = field(default_factory=dict)
     failure: RolloutError | None = None
@@ -246,7 +245,7 @@ class ClassicEnvironment:
                 endpoint_sampling(sampling),
             )
         else:
-            client, model = PolicyClient(self.policy, order, task.completion_style), "policy"
+            client, model = ClassicClient(self.policy, order, task.completion_style), "policy"
             play.client = client
             TALKS.get([]).append(client)
         try:
@@ -347,12 +346,11 @@ def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
     """The rubric's finite metrics. In an EnvGroup they have the member's name as a prefix, and
     include its reward."""
     member, measured = play.task.member, play.state.get("metrics") or {}
-    found = {
-        f"{member}{name}": as_number(value)
+    metrics = {
+        f"{member}{name}": number
         for name, value in measured.items()
-        if (id(play.state), name) not in scoring.absent
+        if (number := as_number(value)) is not None and (id(play.state), name) not in scoring.absent
     }
-    metrics = {name: value for name, value in found.items() if value is not None}
     if member:
         metrics[f"{member}reward"] = float(play.state["reward"])
     if client := play.client:
