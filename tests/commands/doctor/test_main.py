@@ -25,7 +25,7 @@ from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import ScoredToken
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import ENVIRONMENTS
+from tests.commands.driver import ENVIRONMENTS, words
 from tests.families import UNTIED
 
 pytestmark = pytest.mark.usefixtures("classic_home")  # the doctor makes none
@@ -228,14 +228,7 @@ def test_an_end_that_may_be_of_a_fault_is_a_warning(tmp_path, capsys):
 def test_parity_of_a_model(tmp_path):
     model = make_tiny_model(tmp_path / "model", UNTIED)
     found = doctor(
-        "--parity",
-        str(model),
-        "--dtype",
-        "float32",
-        "--tokens",
-        "24",
-        "--model.max_model_len",
-        "256",
+        *words(f"--parity {model} --dtype float32 --tokens 24 --model.max_model_len 256"),
     )
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()

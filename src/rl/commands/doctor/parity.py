@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.doctor.check import output
-from rl.commands.play_session import start_server
+from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
@@ -66,24 +66,19 @@ async def parity(
     code. Returns (scored tokens, the model's sliding window in tokens or None)."""
     dtype = config.model.dtype
     say(f"{dtype}: sampling from inference")
-    server = await start_server(config, config.model.name, work, children)
-    write_config(work / f"{dtype}.toml", server.config)
-    servers = InferenceServers(
-        [], server.config.run_dir.status("inference"), config.orchestrator.inference_timeout_s
-    )
-    try:
-        await server.ready()
-        cases = [
-            (ids, temperature)
-            for ids in prompts(server.model, config.model, num_tokens)
-            for temperature in TEMPERATURES
-        ]
-        samples = await asyncio.gather(
-            *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
-        )
-    finally:
-        await servers.close()
-        await server.end()
+    timeout_s = config.orchestrator.inference_timeout_s
+    async with policy_server(config, config.model.name, work, children) as server:
+        write_config(work / f"{dtype}.toml", server.config)
+        servers = InferenceServers([], server.config.run_dir.status("inference"), timeout_s)
+        try:
+            await server.ready()
+            texts = prompts(server.model, config.model, num_tokens)
+            cases = [(ids, temperature) for ids in texts for temperature in TEMPERATURES]
+            samples = await asyncio.gather(
+                *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
+            )
+        finally:
+            await servers.close()
     write_batch(work / f"{dtype}.batch", TrainBatch(step=1, samples=samples), None)
     say(
         f"{dtype}: scoring {sum(sample.num_trained for sample in samples)} tokens with the "
