@@ -9,7 +9,7 @@ import pytest
 import yaml
 from aiohttp import web
 
-from rl.envs.nemo_gym import head
+from rl.envs.nemo_gym import wire
 from rl.envs.nemo_gym.environment import NemoGymEnvironment
 from rl.envs.policy import RolloutError
 from rl.system.errors import RunError
@@ -210,7 +210,7 @@ def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec) -> NemoGymE
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(head, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
+    monkeypatch.setattr(wire, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
 
 
 def fails(cause: str, text: str, *args, **kwargs) -> None:
