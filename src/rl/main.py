@@ -6,6 +6,7 @@ rl.orchestrator.main, rl.inference.main
 """
 
 import importlib
+import io
 import os
 import shutil
 import subprocess
@@ -77,6 +78,8 @@ def main() -> int:
     """Runs `rl` and returns its exit code."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None after `>&-`
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # also into a file: others follow it
     mend_vllm_cpu()
     spare_loopback()
     args, children = sys.argv[1:], Children()

@@ -118,7 +118,7 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
             # `export` has no such settings
             command = shlex.join([*words, *(flags if "@" in words else [])])
             with teaching(recipe.teacher if i == len(stages) else "", folder):
-                print(f"{folder}: rl {command}", flush=True)
+                print(f"{folder}: rl {command}")
                 if code := run_stage(shlex.split(command)):
                     raise RunError(
                         f"{name}: `rl {command}` in {folder} ended with exit code {code}; it says "
@@ -145,7 +145,7 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
         return
     # the key by which the run may ask the server
     os.environ.setdefault(VARIABLE, secrets.token_hex(16))
-    print(f"{folder}: inference {arguments} (log: teacher.log)", flush=True)
+    print(f"{folder}: inference {arguments} (log: teacher.log)")
     words = [*PYTHON, "-m", "rl.inference.main", *shlex.split(arguments)]
     with (
         open("teacher.log", "wb") as log,
