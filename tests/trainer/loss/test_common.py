@@ -137,6 +137,16 @@ def test_dppo_literals():
     assert clipped == [True, False, False, True, False]
 
 
+def test_measured_kl_literals():
+    """log teacher - log p = 0.5, none at the second token; k3 = e^x - 1 - x and k2 = x^2 / 2 at
+    x = 1 and -1."""
+    more = {"reference_logprobs": [-1.0, -3.0], "teacher_logprobs": [-1.5, math.nan]}
+    for estimator, expected in (("k3", [E - 2, 1 / E]), ("k2", [0.5, 0.5])):
+        config = loss_config(kl_coefficient=0.1, kl_estimator=estimator, teacher_coefficient=2.0)
+        terms, gradient = run(inputs_of([-2.0, -2.0], [-2.0, -2.0], [1.0, 1.0], **more), config)
+        assert terms.reference_kl.tolist() == pytest.approx(expected) and gradient.isfinite().all()
+
+
 def test_a_teacher_adds_to_the_advantage_where_it_has_scored():
     """log teacher - log p = 0.5, no score, and 14, which is cut to 10."""
     trainer, teacher = torch.tensor([-2.0, -2.0, -15.0]), torch.tensor([-1.5, math.nan, -1.0])
