@@ -163,39 +163,33 @@ def test_each_pod_knows_its_index(variant):
 
 
 def test_what_the_settings_become(tmp_path):
+    def pod(variant, role="trainer"):
+        pod = pod_of(jobs_of(rendered(VARIANTS[variant])[1])[role])
+        return pod, pod["containers"][0]
+
     config_map, job_set = rendered(VARIANTS["many"])
-    pod = pod_of(jobs_of(job_set)["inference"])
-    (container,) = pod["containers"]
-    assert (
-        container["command"] == ["rl", "node", "@", "/etc/rl/config.toml"]
-        and pod["terminationGracePeriodSeconds"] == 91 + 30
-    )
+    many, container = pod("many", "inference")
+    assert container["command"] == ["rl", "node", "@", "/etc/rl/config.toml"]
+    assert many["terminationGracePeriodSeconds"] == 91 + 30
     assert container["resources"] == {
         "limits": {"nvidia.com/gpu": "8"},
         "requests": {"cpu": "2", "memory": "8Gi"},
     }
     assert jobs_of(job_set)["trainer"]["backoffLimitPerIndex"] == 100
-    mounts = {
-        mount["mountPath"]: next(v for v in pod["volumes"] if v["name"] == mount["name"])
-        for mount in container["volumeMounts"]
-    }
+    volumes = {volume["name"]: volume for volume in many["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert mounts["/outputs"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
     assert mounts["/etc/rl"]["configMap"] == {"name": config_map["metadata"]["name"]}
     (path := tmp_path / "config.toml").write_text(config_map["data"]["config.toml"])
     # and not the run in the folder of that file
     assert from_toml(path) == run_config(VARIANTS["many"])
-    pod = pod_of(jobs_of(rendered(VARIANTS["spot"])[1])["trainer"])
-    assert (
-        pod["nodeSelector"] == SPOT["node_selector"] and pod["tolerations"] == SPOT["tolerations"]
-    )
-    (container,) = pod_of(jobs_of(rendered(VARIANTS["secrets"])[1])["trainer"])["containers"]
-    assert container["envFrom"] == [
-        {"secretRef": {"name": "wandb"}},
-        {"secretRef": {"name": "hub"}},
-    ]
-    (container,) = pod_of(jobs_of(rendered(VARIANTS["no GPUs"])[1])["trainer"])["containers"]
-    assert [*container["resources"]] == ["requests"]
+    spot = pod("spot")[0]
+    assert spot["nodeSelector"] == SPOT["node_selector"]
+    assert spot["tolerations"] == SPOT["tolerations"]
+    named = [{"secretRef": {"name": name}} for name in ("wandb", "hub")]
+    assert pod("secrets")[1]["envFrom"] == named
+    assert [*pod("no GPUs")[1]["resources"]] == ["requests"]
     queued = rendered(VARIANTS["queue"])
     assert queued[1]["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"}
     assert [manifest["metadata"]["namespace"] for manifest in queued] == ["research", "research"]

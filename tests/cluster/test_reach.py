@@ -8,8 +8,9 @@ import pytest
 
 from rl.cluster import reach as module
 from rl.cluster.reach import Reach
-from rl.run_dir.nodes import Nodes, NodeStatus
+from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir
+from tests.cluster.configs import status_of
 from tests.waiting import until
 
 
@@ -18,25 +19,8 @@ class Other:
 
     def __init__(self, nodes: Nodes, index: int, is_open: bool = True):
         self.nodes, self.door = nodes, socket.create_server(("127.0.0.1", 0))
-        about = {
-            "host": "h",
-            "address": "127.0.0.1",
-            "port": 1,
-            "roles": ["trainer"],
-            "ranks": 1,
-            "gpus": 0,
-            "software": "",
-            "config": "",
-            "lease": 1,
-        }
-        about |= {
-            "pid": 1,
-            "place": "",
-            "started": time.time(),
-            "heartbeat": 0.0,
-            "door": self.door.getsockname()[1],
-        }
-        self.status = msgspec.convert({"index": index, **about}, NodeStatus)
+        door = self.door.getsockname()[1]
+        self.status = status_of(index, address="127.0.0.1", door=door)
         if not is_open:
             self.cut()
 

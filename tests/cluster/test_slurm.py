@@ -142,27 +142,24 @@ def test_scripts(tmp_path, monkeypatch):
 def test_scripts_of_other_shapes(tmp_path):
     """A trainer that may shrink outlives a machine; options that share a machine replace ours;
     an image has its own `rl`."""
-    shrinks = slurm.scripts(
-        make_config(tmp_path / "a", {"nodes": 4, "trainer_nodes": 3, "min_trainer_nodes": 2})
-    )
-    assert (
-        "#SBATCH --no-kill\n" in shrinks["trainer"]
-        and "\nsrun --no-kill --kill" in shrinks["trainer"]
-    )
+
+    def scripts(name, **cluster):
+        return slurm.scripts(make_config(tmp_path / name, cluster))
+
+    shrinks = scripts("a", nodes=4, trainer_nodes=3, min_trainer_nodes=2)
+    trainer = shrinks["trainer"]
+    assert "#SBATCH --no-kill\n" in trainer and "\nsrun --no-kill --kill" in trainer
     assert "no-kill" not in shrinks["inference"]
-    shared = render(make_config(tmp_path / "b", {"slurm": {"extra": ["--cpus-per-task=8"]}}))
-    assert (
-        "--exclusive" not in shared
-        and "--mem=0" not in shared
-        and "#SBATCH --cpus-per-task=8\n" in shared
-    )
-    image = render(make_config(tmp_path / "c", {"slurm": {"container_image": "/images/rl.sqsh"}}))
+    shared = scripts("b", slurm={"extra": ["--cpus-per-task=8"]})["trainer"]
+    assert "#SBATCH --cpus-per-task=8\n" in shared
+    assert "--exclusive" not in shared and "--mem=0" not in shared
+    image = scripts("c", slurm={"container_image": "/images/rl.sqsh"})["trainer"]
     assert (
         "--container-image=/images/rl.sqsh "
         f"--container-mounts={tmp_path}/c:{tmp_path}/c,{os.getcwd()}:{os.getcwd()} " in image
     )
     assert " rl rl node @ " in image
-    alone = slurm.scripts(make_config(tmp_path / "d", {"nodes": 1}))
+    alone = scripts("d", nodes=1)
     assert [*alone] == ["trainer"] and "#SBATCH --nodes=1\n" in alone["trainer"]
 
 

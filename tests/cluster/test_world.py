@@ -15,12 +15,12 @@ from rl.cluster import world as module
 from rl.cluster.world import Launcher, failure
 from rl.config.run import RLConfig
 from rl.run_dir.lease import lease_path
-from rl.run_dir.nodes import Nodes, NodeStatus, Stop, TrainerWorld
+from rl.run_dir.nodes import Nodes, Stop, TrainerWorld
 from rl.run_dir.status import RoleStatus, Staleness, write_status
 from rl.system.children import Stopped
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
-from tests.cluster.configs import run_config
+from tests.cluster.configs import run_config, status_of
 from tests.run_dir.test_logs import REPORT
 from tests.waiting import until
 
@@ -34,24 +34,7 @@ class Machine:
     def __init__(self, nodes: Nodes, index: int):
         self.nodes, self.dead, self.changing, self.beats = nodes, False, threading.Lock(), 0
         self.all.append(self)
-        about = {
-            "host": f"host{index}",
-            "address": f"10.0.0.{index}",
-            "port": 1000 + index,
-            "roles": ["trainer"],
-            "ranks": 2,
-            "gpus": 2,
-        }
-        about |= {
-            "software": "rl 1",
-            "config": "abc",
-            "lease": 1,
-            "pid": 1,
-            "place": "",
-            "started": time.time(),
-            "heartbeat": 0.0,
-        }
-        self.status = msgspec.convert({"index": index, **about}, NodeStatus)
+        self.status = status_of(index)
         lease_path(nodes.lock(index), 1).write_bytes(b"held")
         self.exit_code: int | None = None
         """Code with which the running agent is to end by itself."""

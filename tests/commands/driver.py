@@ -19,6 +19,11 @@ sys.exit(rl.main.main())
 """
 
 
+def words(text: str) -> list[str]:
+    """The words of a command line."""
+    return text.split()
+
+
 def with_server(script: str) -> str:
     """`rl` whose inference server is this program."""
     return FAKE_SERVER.replace("SCRIPT", repr(script))

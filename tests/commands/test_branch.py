@@ -24,6 +24,7 @@ from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import TrainBatch
+from tests.commands.driver import words
 
 STATE = OrchestratorState(
     tasks=TaskState(next_group=9, issued={"e": 8}, in_flight=[TaskRef(8, "e", 3)]),
@@ -86,7 +87,7 @@ def fault(capsys, *args, code=1) -> str:
 
 
 def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launched, capsys):
-    branch(f"{run.root}@2", "--name", "y", "--trainer.optim.lr", "3e-6")
+    branch(f"{run.root}@2", *words("--name y --trainer.optim.lr 3e-6"))
     ((config, resume, again),) = launched
     new = config.run_dir
     assert (
@@ -132,7 +133,7 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
 
 
 def test_a_branch_says_what_becomes_of_the_learning_rate(run, launched, capsys):
-    branch(f"{run.root}@2", "--name", "y", "--trainer.optim.schedule", "cosine", "--max_steps", "8")
+    branch(f"{run.root}@2", *words("--name y --trainer.optim.schedule cosine --max_steps 8"))
     assert (
         "  learning rate of step 2: 1e-05 before, 9.62e-06 with these settings, which go on "
         "from there\n" in capsys.readouterr().out
@@ -140,7 +141,7 @@ def test_a_branch_says_what_becomes_of_the_learning_rate(run, launched, capsys):
 
 
 def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
-    config = build(parse_args(["@", str(run.config), "--trainer.optim.lr", "3e-6"]))
+    config = build(parse_args(words(f"@ {run.config} --trainer.optim.lr 3e-6")))
     (run.root / "status").mkdir(exist_ok=True)
     with pytest.raises(
         RunError,
@@ -152,7 +153,7 @@ def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
 
 def test_a_branch_on_a_cluster_is_not_divided_as_this_machine_would_be(run, launched):
     """Regression: it ran on this machine alone."""
-    branch(f"{run.root}@2", "--name", "y", "--cluster.nodes", "3", "--cluster.engine", "slurm")
+    branch(f"{run.root}@2", *words("--name y --cluster.nodes 3 --cluster.engine slurm"))
     ((config, resume, _),) = launched
     assert (config.cluster.nodes, config.trainer.ranks, config.trainer.gpus, resume) == (
         3,
@@ -200,8 +201,8 @@ def test_a_branch_of_a_recorded_run_reads_its_file_anew(run, launched, tmp_path)
 
 
 def test_tasks_go_on_unless_what_is_played_changes(run, launched):
-    branch(run.root, "--name", "y", "--max_steps", "9", "--orchestrator.environment.timeout_s", "5")
-    branch(run.root, "--name", "z", "--max_steps", "9", "--orchestrator.environment.args.n", "5")
+    branch(run.root, *words("--name y --max_steps 9 --orchestrator.environment.timeout_s 5"))
+    branch(run.root, *words("--name z --max_steps 9 --orchestrator.environment.args.n 5"))
     same, other = (config.run_dir for config, *_ in launched)
     assert same.batch(4).samefile(run.batch(4))
     content = decode_batch(other.batch(4).read_bytes(), "")
@@ -217,8 +218,8 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
     [
         ((), "rl branch: which run? Give its directory first"),
         (("x@2",), "rl branch: x is the run itself; name the new run: --name NEW"),
-        (("x@2", "--name", "y", "--resume"), "a branch is a new run"),
-        (("x@2", "--name", "y", "--bogus", "1"), "in the configuration\n  bogus = 1 (--bogus)\n"),
+        ((*words("x@2 --name y --resume"),), "a branch is a new run"),
+        ((*words("x@2 --name y --bogus 1"),), "in the configuration\n  bogus = 1 (--bogus)\n"),
         (
             ("x@3", "--name", "y"),
             "x@3: there is no checkpoint of step 3, only of 2, 4. Which ones a run keeps is "
@@ -232,19 +233,19 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
             "reached at step 4; raise it",
         ),
         (
-            ("x@2", "--name", "y", "--model.name", "z/m"),
+            (*words("x@2 --name y --model.name z/m"),),
             "  model.name: 'owner/m' -> 'z/m'\n    the checkpoint holds the weights of that",
         ),
         (
-            ("x@2", "--name", "y", "--model.dtype", "float32"),
+            (*words("x@2 --name y --model.dtype float32"),),
             "    its version was published in that dtype and would be another policy",
         ),
         (
-            ("x@2", "--name", "y", "--trainer.lora"),
+            (*words("x@2 --name y --trainer.lora"),),
             "trainer.lora.rank: None -> 16\n    the checkpoint holds the whole model",
         ),
         (
-            ("x@2", "--name", "y", "--sft.dataset", "d", "--trainer.loss.type", "cross_entropy"),
+            (*words("x@2 --name y --sft.dataset d --trainer.loss.type cross_entropy"),),
             "learning -> supervised fine-tuning",
         ),
         (("z@2", "--name", "y"), "contains the runs x"),
@@ -269,12 +270,7 @@ def test_another_loss_drops_the_keys_of_the_one_before(run, launched):
     run.config.write_text(text.replace("kl_coefficient = 0.0", "kl_coefficient = 0.5"))
     branch(
         f"{run.root}@2",
-        "--name",
-        "y",
-        "--trainer.loss.type",
-        "clip",
-        "--orchestrator.credit.type",
-        "grpo",
+        *words("--name y --trainer.loss.type clip --orchestrator.credit.type grpo"),
     )
     assert run.config.read_text() != text and launched[0][0].trainer.loss.kl_coefficient == 0.5
     loss = launched[0][0].trainer.loss
@@ -321,7 +317,7 @@ def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_tol
     assert f"{new.root} exists: continue that run with --resume" in fault(
         capsys, f"{run.root}@2", "--name", "y"
     )
-    branch(f"{run.root}@4", "--name", "y", "--max_steps", "9", "--clean")
+    branch(f"{run.root}@4", *words("--name y --max_steps 9 --clean"))
     assert list(numbered(new.batches, ".batch")) == [4]
     (run.root.parent / "mine").mkdir()
     for name in ("thesis.tex", "config.toml"):  # the user's own
@@ -392,16 +388,9 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
 
 def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launched, capsys):
     flags = [
-        "--model.name",
-        "owner/m",
-        "--name",
-        "x",
-        "--max_steps",
-        "4",
-        "--sft.dataset",
-        "d.jsonl",
-        "--model.dtype",
-        "bfloat16",
+        *words(
+            "--model.name owner/m --name x --max_steps 4 --sft.dataset d.jsonl --model.dtype bfloat16"
+        ),
     ]
     write_file(run.config, to_toml(build(parse_args(flags)).with_absolute_paths()).encode())
     for change in (
@@ -417,10 +406,8 @@ def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launche
             in said
         )
     run.data.mkdir()
-    branch(
-        f"{run.root}@2", "--name", "y", "--sft.validation_interval", "7", "--learning_rate", "1e-4"
-    )
-    branch(f"{run.root}@2", "--name", "z", "--sft.validation", "other.jsonl")
+    branch(f"{run.root}@2", *words("--name y --sft.validation_interval 7 --learning_rate 1e-4"))
+    branch(f"{run.root}@2", *words("--name z --sft.validation other.jsonl"))
     same, other = (found[0] for found in launched)
     assert (same.sft.validation_interval, same.run_dir.data.is_dir()) == (7, True)
     assert (other.sft.validation, other.run_dir.data.is_dir()) == (

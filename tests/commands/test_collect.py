@@ -14,7 +14,7 @@ from rl.system.errors import RunError
 from rl.trainer.sft.rows import why_unused
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import rl, with_server
+from tests.commands.driver import rl, with_server, words
 from tests.commands.servers import Endpoint
 from tests.orchestrator.made import turn
 from tests.web import serving
@@ -91,7 +91,7 @@ def test_a_file_has_one_writer(tmp_path):
 
 def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
     path = tmp_path / "r.jsonl"
-    flags = ("--orchestrator.environment.id", "say-digit", "--output", str(path), "--samples", "2")
+    flags = (*words(f"--orchestrator.environment.id say-digit --output {path} --samples 2"),)
     with serving(Endpoint("good")) as server:
         code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "1")
         assert code == 0 and f"rollouts written to {path}: 2 finished; mean reward 1.000" in out, (
@@ -102,12 +102,9 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
         assert code == 0 and len(server.asked) == 6, err
     flags = (
         *flags,
-        "--model.name",
-        str(model),
-        "--model.max_model_len",
-        "256",
-        "--orchestrator.sampling.max_tokens",
-        "8",
+        *words(
+            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
+        ),
     )
     code, out, err = rl(
         tmp_path,
@@ -165,7 +162,7 @@ def test_lines_say_which_agents_are_not_trained(tmp_path):
 
 def test_faults(tmp_path):
     code, _, err = rl(
-        tmp_path, "collect", "--orchestrator.environment.id", "nope", "--output", "x.jsonl"
+        tmp_path, *words("collect --orchestrator.environment.id nope --output x.jsonl")
     )
     assert code == 1 and "`rl env install owner/nope`" in err, err
     environment = (

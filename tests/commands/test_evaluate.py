@@ -18,7 +18,7 @@ from rl.main import subcommand
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import ENVIRONMENTS, rl, start, with_server
+from tests.commands.driver import ENVIRONMENTS, rl, start, with_server, words
 from tests.commands.servers import Endpoint
 from tests.orchestrator.stub_inference import StubInference
 from tests.waiting import until
@@ -48,9 +48,7 @@ def policy(name, rewards, **fields):
 
 def test_what_is_evaluated():
     config = build(
-        parse_args(
-            ["--orchestrator.environment.id", "a/x", "--orchestrator.environment.args.n", "3"]
-        )
+        parse_args(words("--orchestrator.environment.id a/x --orchestrator.environment.args.n 3"))
     )
     derived = evaluations_only(config, 5, 2, quick=False).orchestrator
     assert derived.environment == [] and [
@@ -65,12 +63,9 @@ def test_what_is_evaluated():
     config = build(
         parse_args(
             [
-                "--orchestrator.environment.id",
-                "x",
-                "--orchestrator.eval.id",
-                "y",
-                "--orchestrator.eval.samples",
-                "4",
+                *words(
+                    "--orchestrator.environment.id x --orchestrator.eval.id y --orchestrator.eval.samples 4"
+                ),
             ]
         )
     )
@@ -146,14 +141,7 @@ def test_two_models_of_an_endpoint(tmp_path):
     with serving(Endpoint("good", "bad")) as server:
         flags = (
             *SAY_DIGIT,
-            "--samples",
-            "2",
-            "--output",
-            "o",
-            "--orchestrator.eval.sampling.temperature",
-            "0",
-            "--seed",
-            "1",
+            *words("--samples 2 --output o --orchestrator.eval.sampling.temperature 0 --seed 1"),
         )
         code, out, err = rl(
             tmp_path,
@@ -207,12 +195,9 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
     with serving(StubInference(model, tmp_path / "status.json", skill=1.0)):
         address = json.loads((tmp_path / "status.json").read_text())["address"]
         flags = (
-            "--model.name",
-            str(model),
-            "--model.max_model_len",
-            "256",
-            "--orchestrator.sampling.max_tokens",
-            "8",
+            *words(
+                f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
+            ),
         )
         code, out, err = rl(
             tmp_path,
@@ -272,22 +257,6 @@ def test_missing_arguments_end_every_command_with_2(capsys):
         assert end.value.code == 2 and capsys.readouterr().err.startswith(f"rl {command}: {said}")
 
 
-def test_without_held_out_examples_training_ones_are_played_and_that_is_said(tmp_path):
-    """As verifiers does. The folder is named by what was played, not by a model that was not."""
-    flags = (*SAY_DIGIT, "--orchestrator.environment.args.held_out", "0", "--limit", "3")
-    with serving(Endpoint("good")) as server:
-        code, out, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
-    assert (
-        code == 0
-        and "warning: eval say-digit: its environment has no eval examples, so its training "
-        "examples are played"
-        in err
-    ), err
-    assert "say-digit (3 x 1, training examples)" in out
-    (report,) = tmp_path.glob("outputs/eval-say-digit-good/*/report.json")
-    assert json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["split"] == "train"
-
-
 def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_of_a_report(
     tmp_path,
 ):
@@ -297,12 +266,9 @@ def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_
         "def exact(completion, answer):\n    return float(completion[-1]['content'] == answer)\n"
     )
     flags = (
-        "--orchestrator.environment.dataset",
-        "rows.jsonl",
-        "--orchestrator.environment.reward",
-        "rewards.py:exact",
-        "--orchestrator.sampling.temperature",
-        "0",
+        *words(
+            "--orchestrator.environment.dataset rows.jsonl --orchestrator.environment.reward rewards.py:exact --orchestrator.sampling.temperature 0"
+        ),
     )
     with serving(Endpoint("good")) as server:
         for digit, more in ((1, ()), (2, ("--compare", "1"))):
@@ -359,10 +325,7 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
     with serving(Endpoint("good")) as server:
         flags = (
             *SAY_DIGIT,
-            "--orchestrator.environment.args.fail",
-            "always",
-            "--orchestrator.rollout_retries",
-            "0",
+            *words("--orchestrator.environment.args.fail always --orchestrator.rollout_retries 0"),
         )
         code, _, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
     assert (
@@ -375,12 +338,9 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
 def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     flags = (
         *SAY_DIGIT,
-        "--model.name",
-        str(model),
-        "--model.max_model_len",
-        "256",
-        "--orchestrator.sampling.max_tokens",
-        "8",
+        *words(
+            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
+        ),
     )
     code, _, err = rl(
         tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')")
@@ -406,12 +366,9 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
 def test_ctrl_c_leaves_nobody(tmp_path, model):
     flags = (
         *SAY_DIGIT,
-        "--model.name",
-        str(model),
-        "--model.max_model_len",
-        "256",
-        "--orchestrator.sampling.max_tokens",
-        "8",
+        *words(
+            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
+        ),
     )
     process = start(tmp_path, "eval", *flags, code=with_server("import time; time.sleep(600)"))
     logs = until(lambda: list(tmp_path.glob("outputs/*/*/logs/worker-*")), 60)

@@ -16,7 +16,7 @@ from rl.config.options import take
 from rl.config.run import RLConfig
 from rl.main import commit
 from tests.bounds import children_cpu_s, imports_s
-from tests.commands.driver import rl
+from tests.commands.driver import rl, words
 
 
 def test_a_git_that_does_not_answer_leaves_the_version_without_a_commit(monkeypatch):
@@ -40,7 +40,7 @@ MODULES = (evaluate, collect, environment)
 def test_own_flags_are_split_off():
     values, rest = take(
         "rl eval",
-        ["@", "x", "--limit=5", "--policy", "a@3", "--seed", "1", "--endpoint_model", "m"],
+        words("@ x --limit=5 --policy a@3 --seed 1 --endpoint_model m"),
         evaluate.OPTIONS,
     )
     assert (values["limit"], values["policy"], values["endpoint_model"], values["compare"]) == (
@@ -49,7 +49,7 @@ def test_own_flags_are_split_off():
         "m",
         None,
     )
-    assert rest == ["@", "x", "--seed", "1"]
+    assert rest == words("@ x --seed 1")
     values, rest = take("rl collect", ["--tokens", "--seed", "1"], collect.OPTIONS)
     assert values["tokens"] is True and rest == ["--seed", "1"]
 
@@ -192,13 +192,9 @@ def test_quick_makes_any_run_tiny(tmp_path):
     small = build(
         parse_args(
             [
-                "--orchestrator.environment.id",
-                "e",
-                "--orchestrator.group_size",
-                "2",
-                "--max_steps",
-                "1",
-                "--quick",
+                *words(
+                    "--orchestrator.environment.id e --orchestrator.group_size 2 --max_steps 1 --quick"
+                ),
                 *several,
             ]
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import rl.commands.play_session
-from rl.commands.play_session import HOPELESS, PlaySession, server_config, start_server
+from rl.commands.play_session import HOPELESS, PlaySession, policy_server, server_config
 from rl.config.command_line import build, parse_args, to_toml
 from rl.launch.children import Children
 from rl.launch.devices import split
@@ -129,15 +129,19 @@ def test_each_server_has_a_folder_of_its_own_and_nothing_else_is_touched(tmp_pat
     (tmp_path / "server" / "keep.txt").write_text("mine")
 
     async def start_in(folder, config, model, logs, children, adapter):
-        if model == "broken":
-            raise RunError("no such model")
-        return folder
+        folders.append(folder)
+        raise RunError("no such model")
 
+    folders = []
     monkeypatch.setattr(rl.commands.play_session, "start_in", start_in)
     config = build(parse_args(["--orchestrator.environment.id", "e"]))
-    one, two = (asyncio.run(start_server(config, "m", tmp_path, Children())) for _ in range(2))
-    assert one != two and one.parent == two.parent == tmp_path
-    with pytest.raises(RunError, match="no such model"):
-        asyncio.run(start_server(config, "broken", tmp_path, Children()))
-    assert sorted(tmp_path.iterdir()) == sorted([one, two, tmp_path / "server"])
-    assert (tmp_path / "server" / "keep.txt").read_text() == "mine"
+
+    async def main():
+        async with policy_server(config, "m", tmp_path, Children()):
+            pass
+
+    for _ in range(2):
+        with pytest.raises(RunError, match="no such model"):
+            asyncio.run(main())
+    assert folders[0] != folders[1] and {folder.parent for folder in folders} == {tmp_path}
+    assert [path.name for path in tmp_path.rglob("*")] == ["server", "keep.txt"]

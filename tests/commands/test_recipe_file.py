@@ -104,16 +104,6 @@ def test_a_damaged_file_is_named_with_its_fault(recipes, old, new, said):
     assert read("words").title == "Sums"
 
 
-def test_an_unknown_name_is_answered_with_the_closest_or_with_all(recipes):
-    for name, said in (
-        ("sum", "sum: no such recipe; did you mean sums?"),
-        ("x", "x: no such recipe; there are sums, words"),
-    ):
-        with pytest.raises(ConfigError) as error:
-            read(name)
-        assert str(error.value) == said
-
-
 def test_a_copy_has_the_recipe_and_its_environments_and_replaces_nothing(recipes, tmp_path):
     target = tmp_path / "deep" / "mine"
     copy("sums", read("sums"), target)

@@ -22,6 +22,7 @@ from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
+from tests.commands.driver import words
 from tests.families import CONFIGS
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
@@ -57,12 +58,7 @@ def run_dir(tmp_path_factory):
     for batch in batches:
         write_batch(config.run_dir.batch(batch.step), batch, {})
     ranks = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "-m",
-        "rl.trainer.main",
+        *words("-m torch.distributed.run --standalone --nproc-per-node=2 -m rl.trainer.main"),
     ]
     with StubOrchestrator(config.run_dir, batches):
         command = [sys.executable, *ranks, f"@{config.run_dir.config}"]
@@ -229,7 +225,7 @@ def test_examples_that_are_damaged_and_checkpoints_of_a_newer_rl_cannot_be_told_
 
 
 def test_a_dry_run_prints_what_the_trainer_would_be_told(run_dir, capsys):
-    assert main([str(run_dir.root), "--from", "2", "--dry-run"], Children()) == 0
+    assert main(words(f"{run_dir.root} --from 2 --dry-run"), Children()) == 0
     replay = tomllib.loads(capsys.readouterr().out)["trainer"]["data"]["replay"]
     assert (replay["run"], replay["start"], replay["until"]) == (str(run_dir.root), 2, 3)
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from rl.commands.serve_gym import programs_only
-from tests.commands.driver import rl, start
+from tests.commands.driver import rl, start, words
 from tests.envs.model_server import ModelServer
 from tests.ports import free_ports
 from tests.web import serving
@@ -50,9 +50,9 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
         agent="say-digit",
     )
     with serving(model) as gym:
-        flags = ("--limit", "3", "--args.fail", "first", "--orchestrator.rollout_retries", "0")
+        flags = (*words("--limit 3 --args.fail first --orchestrator.rollout_retries 0"),)
         process = start(
-            tmp_path, "env", "say-digit", "--serve-gym", str(port), "--head-server", gym.url, *flags
+            tmp_path, *words(f"env say-digit --serve-gym {port} --head-server"), gym.url, *flags
         )
         try:
             entry = entry_of(process)
@@ -135,7 +135,7 @@ def test_faults(tmp_path: Path):
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         code, _, err = rl(
-            tmp_path, "env", "say-digit", "--serve-gym", str(port := taken.getsockname()[1])
+            tmp_path, *words(f"env say-digit --serve-gym {(port := taken.getsockname()[1])}")
         )
     assert (
         code == 1

@@ -10,7 +10,7 @@ import pytest
 from rl.config.command_line import build, load_config_or_exit, parse_args
 from rl.config.quick import shrink
 from rl.models.tiny import make_tiny_model
-from tests.commands.driver import rl, start
+from tests.commands.driver import rl, start, words
 
 
 @pytest.fixture(scope="module")
@@ -42,36 +42,15 @@ def place(tmp_path_factory):
 
 
 SETTINGS = (
+    *(*words("--model.name tiny --model.dtype float32 --model.max_model_len 128 --name warm"),),
     *(
-        "--model.name",
-        "tiny",
-        "--model.dtype",
-        "float32",
-        "--model.max_model_len",
-        "128",
-        "--name",
-        "warm",
-    ),
-    *(
-        "--sft.dataset",
-        "outputs/x",
-        "--sft.min_reward",
-        "1",
-        "--sft.batch_size",
-        "4",
-        "--sft.validation_fraction",
-        "0.2",
+        *words(
+            "--sft.dataset outputs/x --sft.min_reward 1 --sft.batch_size 4 --sft.validation_fraction 0.2"
+        ),
     ),
     # --resume 2 starts there, however many steps were done before the signal came
     *("--trainer.checkpoint.keep_every", "2"),
-    *(
-        "--sft.validation_interval",
-        "2",
-        "--learning_rate",
-        "3e-3",
-        "--trainer.checkpoint.interval",
-        "1",
-    ),
+    *(*words("--sft.validation_interval 2 --learning_rate 3e-3 --trainer.checkpoint.interval 1"),),
 )
 
 
@@ -96,7 +75,7 @@ def test_from_rollouts_to_weights_with_a_stop_in_between(place):
     header = next(line for line in out.splitlines() if line.startswith("  step"))
     assert header.split()[1:8] == ["loss", "valid", "entropy", "grad", "lr", "epoch", "tok/s"]
     code, out, err = rl(
-        place, "sft", *SETTINGS, "--max_steps", "6", "--resume", "2", OMP_NUM_THREADS="1"
+        place, "sft", *SETTINGS, *words("--max_steps 6 --resume 2"), OMP_NUM_THREADS="1"
     )
     assert code == 0, err
     assert "moved everything after step 2 to " in out and "checkpoint 2" in out
@@ -127,24 +106,14 @@ def test_wrong_data_is_said_before_anything_starts(place):
         place,
         "sft",
         *SETTINGS,
-        "--name",
-        "bad",
-        "--sft.dataset",
-        "bad.jsonl",
-        "--sft.min_reward",
-        "none",
+        *words("--name bad --sft.dataset bad.jsonl --sft.min_reward none"),
     )
     assert code == 2 and "sft.min_reward = 'none'" in err
     code, out, err = rl(
         place,
         "sft",
         *SETTINGS[:-4],
-        "--name",
-        "bad",
-        "--sft.dataset",
-        "outputs/x",
-        "--sft.min_reward",
-        "2",
+        *words("--name bad --sft.dataset outputs/x --sft.min_reward 2"),
     )
     assert (
         code == 1
@@ -162,16 +131,16 @@ def test_faults_of_the_configuration(place):
             "set it\n",
         ),
         (
-            ("--sft.dataset", "d", "--trainer.loss.type", "clip"),
+            (*words("--sft.dataset d --trainer.loss.type clip"),),
             "supervised fine-tuning minimises cross entropy",
         ),
         (
             ("--sft.dataset", "d", "--trainer.loss.token_mask", "[0.5, 2]"),
             "trainer.loss.token_mask = [0.5, 2.0]",
         ),
-        (("--sft.dataset", "d", "--sft.datasett", "e"), "did you mean sft.dataset?"),
+        ((*words("--sft.dataset d --sft.datasett e"),), "did you mean sft.dataset?"),
         (
-            ("--sft.dataset", "d", "--sft.validation", "e", "--sft.validation_fraction", "0.1"),
+            (*words("--sft.dataset d --sft.validation e --sft.validation_fraction 0.1"),),
             "give only one of them",
         ),
     ):
@@ -197,14 +166,9 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
     config = build(
         parse_args(
             [
-                "--sft.dataset",
-                "run",
-                "--sft.validation",
-                "d/*.jsonl",
-                "--sft.epochs",
-                "3",
-                "--model.name",
-                "a/b",
+                *words(
+                    "--sft.dataset run --sft.validation d/*.jsonl --sft.epochs 3 --model.name a/b"
+                ),
             ]
         )
     )
@@ -222,10 +186,7 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
         build(parse_args(["--sft.dataset", "owner/name"])).with_absolute_paths().sft.dataset
         == "owner/name"
     )
-    assert (
-        build(parse_args(["--sft.dataset", "d", "--learning_rate", "1e-4"])).trainer.optim.lr
-        == 1e-4
-    )
+    assert build(parse_args(words("--sft.dataset d --learning_rate 1e-4"))).trainer.optim.lr == 1e-4
     quick = shrink(config)
     assert (quick.max_steps, quick.sft.epochs, quick.sft.batch_size, quick.name) == (
         2,
@@ -238,11 +199,11 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
 def test_a_flag_that_fine_tuning_does_not_read_is_warned_about(tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text("max_lag = 3\n[orchestrator]\nbatch_size = 128\n")
-    shared = ["@", str(path), "--sft.dataset", "owner/data"]
+    shared = words(f"@ {path} --sft.dataset owner/data")
     load_config_or_exit(shared, "rl sft", variables={})
     assert not capsys.readouterr().err  # a file shared with a run may have it
     load_config_or_exit(
-        [*shared, "--orchestrator.batch_size", "3", "--max_lag", "3"], "rl sft", variables={}
+        [*shared, *words("--orchestrator.batch_size 3 --max_lag 3")], "rl sft", variables={}
     )
     warning, why = "rl sft: warning:", "is not read by `rl sft`"
     assert capsys.readouterr().err.splitlines() == [

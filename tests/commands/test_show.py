@@ -12,7 +12,7 @@ from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
 from rl.wire.pending import encoded
 from rl.wire.rollouts import Group, Rollout
-from tests.commands.driver import called
+from tests.commands.driver import called, words
 from tests.orchestrator.made import turn
 
 
@@ -83,14 +83,14 @@ def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
         and rl("x", "--task", "0")[1] == [0]
     )
     assert rl("x", "--sort", "reward")[1] == [2, 4, 0, 3, 1] and rl(
-        "x", "--sort", "reward", "--reverse", "--limit", "2"
+        "x", *words("--sort reward --reverse --limit 2")
     )[1] == [1, 3]
-    assert rl("x", "--sort", "m", "--limit", "1")[1] == [1] and rl("x", "--limit", "3")[1] == [
+    assert rl("x", *words("--sort m --limit 1"))[1] == [1] and rl("x", "--limit", "3")[1] == [
         4,
         2,
         3,
     ]
-    assert rl("x", "--env", "adder", "--why", "trained", "--sort", "reward")[1] == [2, 0, 3]
+    assert rl("x", *words("--env adder --why trained --sort reward"))[1] == [2, 0, 3]
     assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
 
 
@@ -106,7 +106,7 @@ def test_a_failed_rollout_has_no_reward(tmp_path, capsys):
     file.write_text("".join(json.dumps(one) + "\n" for one in (failed, row(1, 0, 0.5))))
     code, out, _ = called(capsys, "show", str(file))
     assert code == 0 and out.splitlines()[1] == "  no reward, not trained: environment"
-    assert "group 7" not in called(capsys, "show", str(file), "--sort", "reward", "--reverse")[1]
+    assert "group 7" not in called(capsys, *words(f"show {file} --sort reward --reverse"))[1]
 
 
 def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys):
@@ -134,10 +134,10 @@ def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys
 def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
     monkeypatch.setattr(show, "MOST_SORTED", 2)
     said = "rl show: printed the first 2 of 3 in this order; --limit N prints more\n"
-    assert rl("x", "--sort", "reward", "--why", "trained") == (0, [2, 0], said)
+    assert rl("x", *words("--sort reward --why trained")) == (0, [2, 0], said)
     assert (
-        rl("x", "--sort", "reward", "--limit", "2")[2]
-        == rl("x", "--sort", "reward", "--step", "1")[2]
+        rl("x", *words("--sort reward --limit 2"))[2]
+        == rl("x", *words("--sort reward --step 1"))[2]
         == ""
     )
 
@@ -154,7 +154,7 @@ def test_where_nothing_fits_it_says_what_there_is(run, rl):
         "rl show: --sort best: the rollouts have no such number; they have: advantage, episode, group_id, m,"
     )
     assert (
-        rl("x", "--why", "pending", "--task", "0")[2]
+        rl("x", *words("--why pending --task 0"))[2]
         == "rl show: x: no rollout matches all filters\n"
     )
     code, _, err = rl("y")

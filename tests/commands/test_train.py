@@ -16,27 +16,11 @@ from rl.run_dir.checksums import read_digests
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
-from tests.commands.driver import rl, start
+from tests.commands.driver import rl, start, words
 
 SETTINGS = (
-    *(
-        "--from",
-        "r.jsonl",
-        "--model.name",
-        "tiny",
-        "--model.dtype",
-        "float32",
-        "--model.max_model_len",
-        "128",
-    ),
-    *(
-        "--orchestrator.batch_size",
-        "4",
-        "--learning_rate",
-        "1e-3",
-        "--trainer.checkpoint.interval",
-        "1",
-    ),
+    *(*words("--from r.jsonl --model.name tiny --model.dtype float32 --model.max_model_len 128"),),
+    *(*words("--orchestrator.batch_size 4 --learning_rate 1e-3 --trainer.checkpoint.interval 1"),),
 )
 STEPS = 4
 
@@ -147,7 +131,7 @@ def test_whoever_is_killed_the_weights_are_the_same(place, whole):
     assert code == 0, err
     assert tensors(run_dir) == tensors(whole[1])
     code, out, err = rl(
-        place, "train", *SETTINGS, "--name", "killed", "--resume", "2", OMP_NUM_THREADS="1"
+        place, "train", *SETTINGS, *words("--name killed --resume 2"), OMP_NUM_THREADS="1"
     )
     assert code == 0 and "moved everything after step 2" in out, err
     assert tensors(run_dir) == tensors(whole[1])
@@ -164,7 +148,7 @@ def test_a_wrong_file_is_refused_before_a_step(place):
     broken["turns"][1]["logprobs"][2] = 7.0
     (place / "bad.jsonl").write_text("\n".join([*rows[:5], json.dumps(broken), *rows[6:]]))
     code, _, err = rl(
-        place, "train", *SETTINGS, "--from", "bad.jsonl", "--name", "bad", OMP_NUM_THREADS="1"
+        place, "train", *SETTINGS, *words("--from bad.jsonl --name bad"), OMP_NUM_THREADS="1"
     )
     assert (
         code == 1
@@ -176,7 +160,7 @@ def test_a_wrong_file_is_refused_before_a_step(place):
 
 
 def test_what_cannot_be_a_run(place):
-    for words, message in (
+    for flags, message in (
         (
             ("--model.name", "tiny"),
             "on which rollouts? Name the file: rl train --from rollouts.jsonl",
@@ -187,7 +171,7 @@ def test_what_cannot_be_a_run(place):
             "scores rollouts as they are played",
         ),
     ):
-        code, _, err = rl(place, "train", *words)
+        code, _, err = rl(place, "train", *flags)
         assert code == 2 and message in err, err
 
 

@@ -62,7 +62,7 @@ def test_roles_follow_from_the_index():
             {"nodes": 2, "inference_nodes": 1},
             {"sft": {"dataset": "x.jsonl"}},
             "cluster.inference_nodes",
-            "no use",
+            "has no use",
         ),
         (
             {"nodes": 4, "trainer_nodes": 2, "min_trainer_nodes": 3},
@@ -111,7 +111,7 @@ def test_roles_follow_from_the_index():
 )
 def test_faults(cluster, tables, key, words):
     faults = list(cluster_faults(make(cluster, **tables)))
-    assert [fault[0] for fault in faults] == [key] and words in faults[0][2]
+    assert [fault[0] for fault in faults] == [key] and words in faults[0][1]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections import namedtuple
 from rl.config.command_line import build, parse_args
 from rl.diagnosis import disk
 from rl.system.terminal import size
+from tests.commands.driver import words
 
 
 def model(folder):
@@ -24,12 +25,9 @@ def config(tmp_path, *flags):
     return build(
         parse_args(
             [
-                "--orchestrator.environment.id",
-                "e",
-                "--output_dir",
-                str(tmp_path),
-                "--model.dtype",
-                "bfloat16",
+                *words(
+                    f"--orchestrator.environment.id e --output_dir {tmp_path} --model.dtype bfloat16"
+                ),
                 *flags,
             ]
         )
@@ -39,7 +37,7 @@ def config(tmp_path, *flags):
 def test_what_is_kept_is_counted(tmp_path, monkeypatch):
     weights = 1000 * 64 + 64 * 64 + 64
     (need,) = disk.needs(
-        config(tmp_path, "--max_steps", "50", "--trainer.checkpoint.keep_every", "20"),
+        config(tmp_path, *words("--max_steps 50 --trainer.checkpoint.keep_every 20")),
         model(tmp_path),
     )
     assert need.files == {
@@ -50,12 +48,12 @@ def test_what_is_kept_is_counted(tmp_path, monkeypatch):
         "token logs": 50 * 64 * 2048 * 7,
     }
     (need,) = disk.needs(
-        config(tmp_path, "--max_steps", "100000", "--trainer.token_log.max_gib", "0.5"),
+        config(tmp_path, *words("--max_steps 100000 --trainer.token_log.max_gib 0.5")),
         model(tmp_path),
     )
     assert need.files["token logs"] == 1 << 29
     (need,) = disk.needs(
-        config(tmp_path, "--trainer.lora.rank", "4", "--orchestrator.batches.keep_last", "7"),
+        config(tmp_path, *words("--trainer.lora.rank 4 --orchestrator.batches.keep_last 7")),
         model(tmp_path),
     )
     assert need.files["3 checkpoints"] == 3 * 12 * 4 * 128 and "7 batches" in need.files
@@ -77,7 +75,7 @@ def test_what_is_kept_is_told(tmp_path):
     assert "token logs: none" in disk.kept_text(
         config(tmp_path, "--trainer.token_log.max_gib", "0")
     )
-    flags = ["--orchestrator.batches.keep_last", "7", "--trainer.checkpoint.keep_every", "20"]
+    flags = [*words("--orchestrator.batches.keep_last 7 --trainer.checkpoint.keep_every 20")]
     told = disk.kept_text(config(tmp_path, *flags))
     assert (
         "checkpoints: the newest 2 and every 20th" in told

@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from rl.orchestrator.batches import batch_files as batches
+from rl.orchestrator.batches.batch_files import commit
 from rl.run_dir import lease, metrics
 from rl.run_dir.files import TakenError, clean_leftovers, temporary_name, write_directory
 from rl.run_dir.lease import check_fence, hold_role
@@ -90,7 +90,7 @@ def orchestrate(root, environment: str, host: str, point: str = "") -> None:
     with merging(run_dir.metrics, fence):
         for step in range(newest + 1, STEPS + 1):
             lines = json.dumps({"host": host}).encode()
-            batches.commit(run_dir, TrainBatch(step=step, samples=[]), lines, {"host": host})
+            commit(run_dir, TrainBatch(step=step, samples=[]), lines, {"host": host}, fence)
             log.write(step, {"x": 1.0})
         until(lambda: (root / "trained").exists(), 20)
         time.sleep(ENVIRONMENT[environment])

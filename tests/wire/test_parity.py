@@ -9,7 +9,7 @@ from rl.wire.parity import (
     LIMITS,
     RUN_LIMITS,
     Limit,
-    Scored,
+    ScoredToken,
     likely_cause,
     parity_of,
     parity_warning,
@@ -20,7 +20,9 @@ EXACT, ROUNDED = LIMITS["float32"], LIMITS["bfloat16"]
 
 def tokens(difference, temperature=1.0, positions=range(50)):
     """Differences of alternating sign."""
-    return [Scored(position, temperature, difference * (-1) ** position) for position in positions]
+    return [
+        ScoredToken(position, temperature, difference * (-1) ** position) for position in positions
+    ]
 
 
 def test_literal_numbers():

@@ -113,13 +113,10 @@ def task_count(limit: int, size: int | None) -> int | None:
 class PolicyServer:
     """An inference server of rl as a child of this command, in its own run directory."""
 
-    children: Children
     config: RLConfig
     model: str
     """The model's folder."""
     child: Child
-    folder: Path
-    """A folder for this server alone, which is deleted with it; the run directory is in it."""
 
     def check(self) -> None:
         """Raises RunError if the server has ended."""
@@ -146,14 +143,6 @@ class PolicyServer:
                 )
             await asyncio.sleep(POLL_S)
 
-    async def end(self) -> None:
-        """Stops the server and its processes with SIGTERM, then SIGKILL after the deadline.
-        Deletes its folder."""
-        self.child.terminate()
-        await self.child.wait_async(STOP_DEADLINE_S)
-        self.children.kill_tree(self.child)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def server_config(config: RLConfig, model: str, folder: Path, adapter: str = "") -> RLConfig:
     """Returns the configuration of a server that has the whole machine, and `folder`, to itself."""
@@ -170,25 +159,30 @@ def server_config(config: RLConfig, model: str, folder: Path, adapter: str = "")
     return config.with_absolute_paths()
 
 
-async def start_server(
+@contextlib.asynccontextmanager
+async def policy_server(
     config: RLConfig, model: str, work: Path, children: Children, adapter: str = ""
-) -> PolicyServer:
+) -> AsyncIterator[PolicyServer]:
     """Finds or downloads the model and starts its server, with the adapters in folder `adapter`
-    if given, without waiting until it is ready. Its log goes to `work`, which may be the user's
-    folder, and another command's. Raises RunError."""
+    if given, without waiting until it is ready; ends it on exit. Its log goes to `work`, which may
+    be the user's folder, and another command's. Raises RunError."""
     work.mkdir(parents=True, exist_ok=True)
-    folder = own_folder(work, "server")
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(shutil.rmtree, folder, ignore_errors=True)
+    folder, server = own_folder(work, "server"), None
+    try:
         server = await start_in(folder, config, model, work / "logs", children, adapter)
-        on_failure.pop_all()
-        return server
+        yield server
+    finally:
+        if server:
+            server.child.terminate()
+            await server.child.wait_async(STOP_DEADLINE_S)
+            children.kill_tree(server.child)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 async def start_in(
     folder: Path, config: RLConfig, model: str, logs: Path, children: Children, adapter: str
 ) -> PolicyServer:
-    """Starts a server as `start_server` says, in a folder of its own."""
+    """Starts a server as `policy_server` says, in a folder of its own, which has its run."""
     if is_delta(Path(model)):
         with readable(Path(model)) as whole:
             model = str(shutil.copytree(whole, folder / "model"))
@@ -210,7 +204,7 @@ async def start_in(
         raise RunError(f"{fault}\n  the whole log: {finder.log}")
     weights = resolve_model(config.model)
     child = roles.start(children, "inference", run_dir, division.inference, 1, logs)
-    return PolicyServer(children, config, weights, child, folder)
+    return PolicyServer(config, weights, child)
 
 
 def own_folder(parent: Path, label: str) -> Path:
@@ -340,7 +334,7 @@ async def play_session(
     """
     from rl.orchestrator.workers.pool import WorkerPool  # takes 0.2 s, which `--help` should not
 
-    server, pool = None, None
+    server = None
     add_metrics = metrics_function(config.orchestrator)  # before anything starts: loading may fail
     endpoint = source.endpoint if source else None
     for entry in entries(config).values() if endpoint or head_server else ():
@@ -350,7 +344,7 @@ async def play_session(
                 f"reach {head_server or (source and source.label)}: set its network = true, or use "
                 "a model served on this machine"
             )
-    try:
+    async with contextlib.AsyncExitStack() as on_exit:
         if model:
             policy = policy_spec(config, model)
         elif head_server:  # what its model server holds is not known here
@@ -362,20 +356,17 @@ async def play_session(
             config = config.with_absolute_paths()
             policy = policy_spec(config, resolve_model(config.model))
         else:
-            server = await start_server(config, source.model, work, children, source.adapter)
+            starting = policy_server(config, source.model, work, children, source.adapter)
+            server = await on_exit.enter_async_context(starting)
             policy = policy_spec(server.config, server.model)
         settings = config.orchestrator
         limits = {"memory_gib": settings.worker_memory_gib, "silence_s": settings.worker_silence_s}
         pool = WorkerPool(work / "logs", **limits)
+        on_exit.push_async_callback(pool.close)
         pool.add_metrics = add_metrics
         await pool.start_all(worker_setups(in_homes(config, homes), policy, pool.address))
         ready = await pool.sizes(settings.worker_timeout_s)
         yield PlaySession(pool, ready, config, server)
-    finally:
-        if pool:
-            await pool.close()
-        if server:
-            await server.end()
 
 
 @contextlib.contextmanager

@@ -6,13 +6,14 @@ orphans and handles signals there.
 """
 
 import asyncio
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from rl.commands.options import POLICY, load
-from rl.commands.play_session import POLL_S, run, start_server
+from rl.commands.play_session import POLL_S, policy_server, run
 from rl.commands.policy_spec import resolve
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
@@ -39,26 +40,22 @@ async def serve(config: RLConfig, values: dict[str, Any], children: Children) ->
             f"{source.label} is an endpoint that returns no token ids: give a model or a run, or "
             "the addresses of servers of rl (orchestrator.inference_urls)"
         )
-    with tempfile.TemporaryDirectory(prefix="rl-record-") as folder:
-        config, server, path = config.with_absolute_paths(), None, Path(folder) / "config.toml"
-        try:
-            if source.model:
-                server = await start_server(
-                    config, source.model, Path(folder), children, source.adapter
-                )
-                await server.ready()
-                config, path = server.config, server.config.run_dir.config
-            else:
-                write_config(path, config)
-            print(path, flush=True)
-            ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
-            while not ended.done():
-                if server:
-                    server.check()
-                await asyncio.wait({ended}, timeout=POLL_S)
-        finally:
+    async with contextlib.AsyncExitStack() as on_exit:
+        folder = Path(on_exit.enter_context(tempfile.TemporaryDirectory(prefix="rl-record-")))
+        config, server, path = config.with_absolute_paths(), None, folder / "config.toml"
+        if source.model:
+            starting = policy_server(config, source.model, folder, children, source.adapter)
+            server = await on_exit.enter_async_context(starting)
+            await server.ready()
+            path = server.config.run_dir.config
+        else:
+            write_config(path, config)
+        print(path, flush=True)
+        ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+        while not ended.done():
             if server:
-                await server.end()
+                server.check()
+            await asyncio.wait({ended}, timeout=POLL_S)
     return 0
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rl.config.base import MAX_LABEL, MAX_RUN_NAME, Fault, as_ids, name_fault, text_fault
 from rl.config.environment_id import requirement_fault
+from rl.config.fields import without_none
 from rl.config.loss import (
     EVERYTHING,
     AnyLossConfig,
@@ -39,7 +40,7 @@ def value_of(config: RLConfig, key: str) -> Any:
             value = value[int(part)]
         else:
             value = value[part] if isinstance(value, dict) else getattr(value, part)
-    return value
+    return without_none(value)
 
 
 def check(config: RLConfig) -> Iterator[Fault]:
@@ -53,10 +54,8 @@ def check(config: RLConfig) -> Iterator[Fault]:
     for key, text in strings(dump):
         if problem := text_fault(text):
             yield key, text, problem
-    yield from cluster_faults(config)
-    if config.is_remote:
-        yield from tinker_faults(config)
-    for problems in (check_run, CHECKS[config.kind], check_trainer):
+    service = [tinker_faults] * config.is_remote
+    for problems in (check_run, cluster_faults, CHECKS[config.kind], *service, check_trainer):
         for key, remedy in problems(config):
             yield key, value_of(config, key), remedy
 

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from rl.config.check import check, exposure, value_of, warnings_of
 from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text
-from rl.config.fields import field_tree, models_in, tags, takes_text_alone
+from rl.config.fields import field_tree, models_in, tags, takes_text_alone, without_none
 from rl.config.help import PROCESS_USAGE, READS, USAGE, print_help
 from rl.config.hints import without_numbers
 from rl.config.outside import outside_faults
@@ -327,15 +327,6 @@ def flags_without_effect(config: RLConfig, flags: Spelled) -> Iterator[str]:
             remedy = f"did you mean {twin}?" if twin in field_tree(RLConfig) else "leave it out"
             text = setting_text(name, value)
             yield f"{text} ({origin}) is not read by `{program}`; {remedy}"
-
-
-def without_none(value: Any) -> Any:
-    """Removes None values: TOML has no null, and every None in the configuration is a default."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump()
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def to_toml(config: RLConfig) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rl.config.command_line import without_none
+from rl.config.fields import without_none
 from rl.config.run import RLConfig
 
 

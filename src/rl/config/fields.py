@@ -98,3 +98,12 @@ def type_name(annotation: object) -> str:
     if origin is list:
         return f"list[{type_name(arguments[0])}]"
     return "table" if origin is dict else getattr(annotation, "__name__", str(annotation))
+
+
+def without_none(value: Any) -> Any:
+    """Removes None values: TOML has no null, and every None in the configuration is a default."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value

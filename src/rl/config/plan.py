@@ -7,7 +7,7 @@ its index, and so with its roles.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rl.config.base import Devices, Fault, as_ids
+from rl.config.base import Devices, as_ids
 from rl.config.cluster import ClusterConfig
 from rl.config.run import RLConfig
 
@@ -88,86 +88,60 @@ def count(devices: Devices) -> int:
     return devices if isinstance(devices, int) else len(as_ids(devices))
 
 
-def cluster_faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields faults of [cluster] that can be known before any machine starts."""
-    cluster = config.cluster
+def cluster_faults(config: RLConfig) -> Iterator[tuple[str, str]]:
+    """Yields (key, remedy) of faults of [cluster] that can be known before any machine starts."""
+    cluster, trainer = config.cluster, config.trainer
     if cluster is None:
         return
     if cluster.engine == "slurm" and (remedy := time_fault(cluster, cluster.slurm.time)):
-        yield "cluster.slurm.time", cluster.slurm.time, remedy
+        yield "cluster.slurm.time", remedy
     if cluster.nodes == 1:
         if cluster.engine == "none":
             yield (
                 "cluster.nodes",
-                1,
                 "is one machine, which needs no cluster: leave [cluster] out, or give an "
                 "engine that starts it",
             )
         return
     division = plan(config)
-    fields = f"{division.trainers} machines that train and {division.servers} that serve"
-    if division.nodes != cluster.nodes or division.trainers < 1:
-        remedy = (
-            f"is not the sum of {fields}: change cluster.trainer_nodes, inference_nodes or nodes"
-        )
-        yield "cluster.nodes", cluster.nodes, remedy
-    if division.servers < 1 and config.starts_inference:
+    trainers, servers = division.trainers, division.servers
+    if division.nodes != cluster.nodes or trainers < 1:
         yield (
-            "cluster.inference_nodes",
-            division.servers,
-            "leaves nobody to sample: give at least 1, or orchestrator.inference_urls",
+            "cluster.nodes",
+            f"is not the sum of {trainers} machines that train and {servers} that serve: change "
+            "cluster.trainer_nodes, inference_nodes or nodes",
         )
-    if division.servers and not config.plays:
-        yield (
-            "cluster.inference_nodes",
-            division.servers,
-            "has no use without sampling: leave it out",
-        )
-    if cluster.min_trainer_nodes and cluster.min_trainer_nodes > division.trainers:
+    key = "cluster.inference_nodes"
+    if servers < 1 and config.starts_inference:
+        yield key, "leaves nobody to sample: give at least 1, or orchestrator.inference_urls"
+    if servers and not config.plays:
+        yield key, "has no use, because nothing is sampled: leave it out"
+    if servers and config.orchestrator.inference_urls:
+        yield key, "is not used with orchestrator.inference_urls: leave either of them out"
+    if (cluster.min_trainer_nodes or 0) > trainers:
         yield (
             "cluster.min_trainer_nodes",
-            cluster.min_trainer_nodes,
-            f"is more than the {division.trainers} machines that train: lower it",
+            f"is more than the {trainers} machines that train: lower it",
         )
     if cluster.index is not None and cluster.index >= cluster.nodes:
-        yield "cluster.index", cluster.index, f"must be below cluster.nodes = {cluster.nodes}"
-    if division.servers and config.orchestrator.inference_urls:
-        yield (
-            "cluster.inference_nodes",
-            division.servers,
-            "is not used with orchestrator.inference_urls: leave either of them out",
-        )
-    copies, context, experts = (
-        config.trainer.dp_replicate,
-        config.trainer.context_parallel,
-        config.trainer.expert_parallel,
-    )
-    ranks = config.trainer.ranks or (0 if is_ratio(config) else count(config.trainer.gpus))
-    for machines in (
-        range(cluster.min_trainer_nodes or division.trainers, division.trainers + 1)
-        if ranks
-        else ()
-    ):
-        of = f"the {machines * ranks} ranks of {machines} machines with {ranks} each"
-        if (machines * ranks) % (copies * context):
-            remedy = f"must divide {of}"
-            yield (
-                ("trainer.dp_replicate", copies, remedy)
-                if copies > 1
-                else ("trainer.context_parallel", context, remedy)
-            )
+        yield "cluster.index", f"must be below cluster.nodes = {cluster.nodes}"
+    copies = trainer.dp_replicate
+    ranks = trainer.ranks or (0 if is_ratio(config) else count(trainer.gpus))
+    for machines in range(cluster.min_trainer_nodes or trainers, trainers + 1) if ranks else ():
+        divisor = f"the {machines * ranks} ranks of {machines} machines with {ranks} each"
+        if (machines * ranks) % (copies * trainer.context_parallel):
+            name = "dp_replicate" if copies > 1 else "context_parallel"
+            yield f"trainer.{name}", f"must divide {divisor}"
             break
-        if (machines * ranks) % (copies * experts):
+        if (machines * ranks) % (copies * trainer.expert_parallel):
             yield (
                 "trainer.expert_parallel",
-                experts,
-                f"times trainer.dp_replicate = {copies} must divide {of}",
+                f"times trainer.dp_replicate = {copies} must divide {divisor}",
             )
             break
-    if len(as_ids(config.trainer.gpus)) and len(as_ids(config.inference.gpus)):
+    if as_ids(trainer.gpus) and as_ids(config.inference.gpus):
         yield (
             "inference.gpus",
-            config.inference.gpus,
             "names GPUs of one machine, but each machine of a cluster trains or serves: "
             "leave it out",
         )

@@ -16,12 +16,17 @@ from pydantic import BeforeValidator, Field, model_validator
 from rl.config.base import ABSOLUTE_PATHS, NAMES, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
 from rl.config.cluster import ClusterConfig
 from rl.config.inference import InferenceConfig
-from rl.config.kinds import SOURCES, BatchesFrom, Kind
+from rl.config.kinds import (
+    SOURCES,
+    BatchesFrom,
+    Kind,
+    RecordedConfig,
+    ServeConfig,
+    with_defaults,
+)
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
-from rl.config.recorded import RecordedConfig
-from rl.config.serve import ServeConfig, with_serve_defaults
-from rl.config.sft import SftConfig, with_sft_defaults
-from rl.config.tinker import TinkerConfig, with_tinker_defaults
+from rl.config.sft import SftConfig
+from rl.config.tinker import TinkerConfig
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.paths import RunDir
 from rl.system.machine import multiplies_bfloat16
@@ -189,9 +194,7 @@ class RLConfig(Settings):
     cluster: Annotated[ClusterConfig | None, BeforeValidator(switch)] = None
     """Several machines, see `rl --help cluster`. Default: this machine alone."""
 
-    _with_sft_defaults = model_validator(mode="before")(with_sft_defaults)
-    _with_serve_defaults = model_validator(mode="before")(with_serve_defaults)
-    _with_tinker_defaults = model_validator(mode="before")(with_tinker_defaults)
+    _with_defaults = model_validator(mode="before")(with_defaults)
 
     def model_post_init(self, _context: object) -> None:
         if not self.name:

@@ -1,6 +1,6 @@
 """Settings of supervised fine-tuning: `rl sft`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -70,19 +70,3 @@ class SftConfig(Settings):
     stay together."""
     validation_interval: int = Field(50, ge=1)
     """Steps between validations."""
-
-
-def with_sft_defaults(values: Any) -> Any:
-    """Returns a run's raw settings with the defaults of fine-tuning: a cross-entropy loss and a
-    learning rate for imitation."""
-    if (
-        not isinstance(values, dict)
-        or not values.get("sft")
-        or not isinstance(trainer := values.get("trainer", {}), dict)
-    ):
-        return values
-    for section, key, value in (("loss", "type", "cross_entropy"), ("optim", "lr", LEARNING_RATE)):
-        settings = trainer.get(section, {})
-        if isinstance(settings, dict):
-            trainer = {**trainer, section: {key: value} | settings}
-    return {**values, "trainer": trainer}

@@ -41,35 +41,24 @@ class TinkerConfig(Settings):
     trainer or inference start again."""
 
 
-def with_tinker_defaults(values: Any) -> Any:
-    """Returns a run's raw settings with the defaults of a service: no devices here, losses as
-    the Tinker API has them, groups of 16."""
-    if (
-        not isinstance(values, dict)
-        or not isinstance(trainer := values.get("trainer"), dict)
-        or trainer.get("backend") != "tinker"
-    ):
-        return values
-    loss = trainer.get("loss") or {}
-    played, inference, service = (
-        values.get(name) or {} for name in ("orchestrator", "inference", "tinker")
-    )
-    if not all(isinstance(section, dict) for section in (loss, played, inference, service)):
-        return values
-    defaults = {
+def service_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the defaults of a run that a service trains: no devices here, losses as the Tinker
+    API has them, groups of 16."""
+    trainer = values.get("trainer")
+    loss = trainer.get("loss") if isinstance(trainer, dict) else None
+    loss = loss if isinstance(loss, dict) else {}
+    terms = {
         "clip": {"delta": math.inf},
         "gspo": {"delta": math.inf},
         "policy_gradient": {"token_mask": EVERYTHING},
+    }.get("" if "function" in loss else loss.get("type", "policy_gradient"), {})
+    url = os.environ.get(BASE_URL)
+    return {
+        "trainer": {"gpus": 0, "loss": terms},
+        "orchestrator": {"group_size": 16},
+        "inference": {"gpus": 0},
+        "tinker": {"base_url": url} if url else {},
     }
-    terms = defaults.get(loss.get("type", "policy_gradient"), {}) if "function" not in loss else {}
-    url = {"base_url": os.environ[BASE_URL]} if os.environ.get(BASE_URL) else {}
-    trainer = {**trainer, "gpus": trainer.get("gpus", 0), "loss": {**terms, **loss}}
-    sections = {
-        "orchestrator": {"group_size": 16} | played,
-        "inference": {"gpus": 0} | inference,
-        "tinker": url | service,
-    }
-    return {**values, "trainer": trainer, **sections}
 
 
 def service_loss(loss: AnyLossConfig) -> tuple[str, dict[str, float]] | None:

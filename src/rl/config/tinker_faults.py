@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from rl.config.base import Fault
-from rl.config.loss import EVERYTHING, AnyLossConfig, ClipConfig, GspoConfig, PolicyGradientConfig
+from rl.config.loss import EVERYTHING, ClipConfig, GspoConfig, PolicyGradientConfig
 from rl.config.run import TRUNCATIONS, RLConfig
 from rl.config.tinker import service_loss
 
@@ -26,8 +25,8 @@ LOCAL = 'is for trainer.backend = "local"; with "tinker" the service decides: le
 LACKS = "is what the Tinker API does not have: leave it out"
 
 
-def tinker_faults(config: RLConfig) -> Iterator[Fault]:
-    """Yields faults of a run with a service: settings that it cannot follow, or that only
+def tinker_faults(config: RLConfig) -> Iterator[tuple[str, str]]:
+    """Yields (key, remedy) of a run with a service: settings that it cannot follow, or that only
     concern our own trainer and inference."""
     loss, played = config.trainer.loss, config.orchestrator
     sections = (config.trainer, config.trainer.optim, config.trainer.weights, config.inference)
@@ -36,28 +35,32 @@ def tinker_faults(config: RLConfig) -> Iterator[Fault]:
             key, value = f"{section}.{name}", getattr(settings, name)
             is_default = value == info.get_default(call_default_factory=True)
             if name not in read.split() and not is_default and WRITTEN.get(key) != value:
-                yield key, value, INSTEAD.get(key, LOCAL)
+                yield key, INSTEAD.get(key, LOCAL)
     for name in ("sft", "recorded", "serve", "cluster"):
         if getattr(config, name):
             yield (
                 "trainer.backend",
-                "tinker",
                 f'trains in one ordinary run, but "{name}" asks for another: leave one of them out',
             )
-    if urls := played.inference_urls:
+    if played.inference_urls:
         yield (
             "orchestrator.inference_urls",
-            urls,
             "the service samples, so there are no servers: leave it out",
         )
     for name in ("token_mask", "sequence_mask", "geometric_mask"):
-        if (value := getattr(loss, name)) != EVERYTHING:
-            yield f"trainer.loss.{name}", list(value), LACKS
+        if getattr(loss, name) != EVERYTHING:
+            yield f"trainer.loss.{name}", LACKS
     for name in ("kl_coefficient", "entropy_coefficient"):
-        if value := getattr(loss, name):
-            yield f"trainer.loss.{name}", value, LACKS
+        if getattr(loss, name):
+            yield f"trainer.loss.{name}", LACKS
     if service_loss(loss) is None:
-        yield lacking(loss)
+        if isinstance(loss, ClipConfig | GspoConfig):
+            yield "trainer.loss.delta", LACKS
+        elif isinstance(loss, PolicyGradientConfig):
+            yield "trainer.loss.importance", "the Tinker API has token and none alone"
+        else:
+            names = "policy_gradient, clip, cispo, gspo or cross_entropy"
+            yield "trainer.loss.type", f"is not among the losses of the Tinker API: {names}"
     for i, env in enumerate(played.environment):
         key = f"orchestrator.environment.{i}"
         for name, value in config.sampling_of(env).items():
@@ -65,36 +68,22 @@ def tinker_faults(config: RLConfig) -> Iterator[Fault]:
             if name in TRUNCATIONS:
                 yield (
                     f"{prefix}.sampling.{name}",
-                    value,
                     "truncates what is sampled, but not what is trained: leave it out",
                 )
             elif name == "temperature" and value != 1.0:
                 yield (
                     f"{prefix}.sampling.temperature",
-                    value,
                     "the Tinker API trains at temperature 1 alone: set it to 1.0",
                 )
         if env.teacher or played.teacher:
-            yield f"{key if env.teacher else 'orchestrator'}.teacher", True, LACKS
+            yield f"{key if env.teacher else 'orchestrator'}.teacher", LACKS
     for kind, entries in (("environment", played.environment), ("eval", played.eval)):
         for i, entry in enumerate(entries):
             key = f"orchestrator.{kind}.{i}"
             if entry.head_server:
                 yield (
                     f"{key}.head_server",
-                    entry.head_server,
                     "NeMo Gym asks a server of ours for chats: use the local backend",
                 )
             if kind == "eval" and entry.sampling.min_p is not None:
-                yield f"{key}.sampling.min_p", entry.sampling.min_p, LACKS
-
-
-def lacking(loss: AnyLossConfig) -> Fault:
-    """Returns the setting for which the Tinker API has no such loss."""
-    key = "trainer.loss"
-    if isinstance(loss, ClipConfig | GspoConfig):
-        return f"{key}.delta", loss.delta, LACKS
-    if isinstance(loss, PolicyGradientConfig):
-        return f"{key}.importance", loss.importance, "the Tinker API has token and none alone"
-    names = "policy_gradient, clip, cispo, gspo or cross_entropy"
-    return f"{key}.type", loss.type, f"is not among the losses of the Tinker API: {names}"
+                yield f"{key}.sampling.min_p", LACKS

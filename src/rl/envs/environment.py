@@ -59,8 +59,8 @@ def exits_are_errors(loop: asyncio.AbstractEventLoop) -> None:
     """Wraps every later task of a loop in `without_exit`, including those that a library starts
     for the environment's code."""
 
-    def make(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> "asyncio.Task[Any]":
-        task = asyncio.Task(without_exit(work), loop=loop, **more)
+    def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
+        task = asyncio.Task(without_exit(work), loop=loop, **options)
         # a task cancelled before it starts never awaits it
         task.add_done_callback(lambda _: work.close())
         return task
@@ -143,11 +143,6 @@ def v1_exports(package: ModuleType) -> list[str]:
     v1 = sys.modules.get("verifiers.v1")
     if v1 is None:  # the package cannot subclass what was never imported
         return []
-    found = [getattr(package, name, None) for name in getattr(package, "__all__", ())]
-    classes = [one for one in found if isinstance(one, type)]
-    kinds = {"Taskset": v1.Taskset, "Env": v1.Env}
-    return [
-        name
-        for name, base in kinds.items()
-        if any(issubclass(one, base) and one is not base for one in classes)
-    ]
+    exported = [getattr(package, name, None) for name in getattr(package, "__all__", ())]
+    parents = {base for kind in exported if isinstance(kind, type) for base in kind.__mro__[1:]}
+    return [name for name in ("Taskset", "Env") if getattr(v1, name) in parents]

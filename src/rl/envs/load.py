@@ -57,8 +57,8 @@ def library(spec: EnvSpec) -> str:
     is_v1 = spec.kind == "v1"
     if spec.id and spec.kind is None:
         module = module_name(check_installed(spec.id))
-        place = importlib.util.find_spec(module)
-        text = Path(place.origin).read_text(errors="replace") if place and place.origin else ""
+        spot = importlib.util.find_spec(module)
+        text = Path(spot.origin).read_text(errors="replace") if spot and spot.origin else ""
         is_v1 = comes_with_verifiers(module) or "verifiers.v1" in text or "Taskset" in text
     return f"rl.envs.{'v1' if is_v1 else 'classic'}.environment"
 

@@ -134,15 +134,15 @@ class Worker:
     async def play(self, order: PlayGroup, pool: MessageStream) -> None:
         """Plays one group and sends its episodes as they finish; episodes that finish within
         GATHER_S share a message."""
-        parts: dict[asyncio.Task[list[Episode]], list[int]] = {}
+        indices: dict[asyncio.Task[list[Episode]], list[int]] = {}
         if self.env.scores_groups:
             whole = asyncio.create_task(self.play_with_retries(order, order.num_episodes))
-            parts[whole] = [*range(order.num_episodes)]
+            indices[whole] = [*range(order.num_episodes)]
         else:
             for i in {*range(order.num_episodes)} - {*order.done}:
                 play = self.play_with_retries(order.seeded("episode", i), 1)
-                parts[asyncio.create_task(play)] = [i]
-        playing = set(parts)
+                indices[asyncio.create_task(play)] = [i]
+        playing = set(indices)
         try:
             if not playing:
                 await pool.send(ENCODER.encode(Played(order.play_id, [])))
@@ -152,9 +152,9 @@ class Worker:
                     later, playing = await asyncio.wait(playing, timeout=GATHER_S)
                     finished |= later
                 rollouts = []
-                for part in sorted(finished, key=lambda part: parts[part][0]):
-                    rollouts += numbered(part, parts[part])
-                unfinished = sum(len(parts[part]) for part in playing)
+                for part in sorted(finished, key=lambda part: indices[part][0]):
+                    rollouts += numbered(part, indices[part])
+                unfinished = sum(len(indices[part]) for part in playing)
                 for message in encode_result(order, rollouts, unfinished):
                     await pool.send(message)
         finally:
@@ -246,11 +246,11 @@ def refuse_logprobs(rollout: Rollout) -> None:
     """Marks a rollout with a log-probability that is not finite as failed: it has no valid
     importance ratio and would make the step's loss non-finite."""
     for number, answer in enumerate(rollout.turns.answers if not rollout.error else [], 1):
-        for place, logprob in enumerate(unpack_logprobs(answer.logprobs), 1):
+        for token, logprob in enumerate(unpack_logprobs(answer.logprobs), 1):
             if not math.isfinite(logprob):
                 rollout.cause = "logprobs"
                 rollout.error = (
-                    f"inference gave token {place} of turn {number} the log-probability "
+                    f"inference gave token {token} of turn {number} the log-probability "
                     f"{logprob}, which cannot be trained"
                 )
                 return

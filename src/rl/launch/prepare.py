@@ -19,8 +19,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import without_none, write_config
+from rl.config.command_line import write_config
 from rl.config.differences import changed_keys, leaves
+from rl.config.fields import without_none
 from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written

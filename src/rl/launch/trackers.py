@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rl.config.command_line import without_none
+from rl.config.fields import without_none
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import TRAINED, messages_text, num_prompt_messages, read_rollouts
 from rl.run_dir.files import CorruptFileError, write_file

@@ -109,7 +109,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     from rl.trainer.parallel.rendezvous import START_TIMEOUT_S
     from rl.trainer.parallel.world import check_nodes, start_world
     from rl.trainer.start import start
-    from rl.trainer.train import WRITING, kind_of, train
+    from rl.trainer.train import WRITING, train
 
     disable_progress_bar()
     if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -126,7 +126,7 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     check_nodes(world, run_dir.root, to_toml(config).encode())
     with contextlib.ExitStack() as stack:
         # with neither `rl` nor an orchestrator nobody else merges metrics
-        alone = kind_of(config) not in WRITING or (config.sft and LAUNCHER not in os.environ)
+        alone = config.batches_from not in WRITING or (config.sft and LAUNCHER not in os.environ)
         if alone and rank == 0:
             fence = partial(check_fence, run_dir.lock("trainer"))
             stack.enter_context(merging(run_dir.metrics, fence))

@@ -40,7 +40,7 @@ from rl.trainer.sft.tokens import prepare_data
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
-from rl.trainer.train import SAMPLED, WRITING, TrainContext, Trainer, kind_of
+from rl.trainer.train import WRITING, TrainContext, Trainer
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.transport import OrchestratorClient, Wait
 
@@ -54,12 +54,12 @@ def start(
 ) -> Trainer:
     """Loads the model, and the newest checkpoint if there is one. `departure`: by default one that
     never begins."""
-    departure, kind = departure or Departure(), kind_of(config)
+    departure, batches_from = departure or Departure(), config.batches_from
     settings, run_dir, replay = config.trainer, config.run_dir, config.trainer.data.replay
     # the run whose checkpoints and batches are read
     trained = RunDir(Path(replay.run), Path(replay.weights)) if replay else run_dir
     source: BatchSource | None = None
-    if config.sft and kind != "fake":
+    if config.kind == "sft" and batches_from != "fake":
         if world.is_main and not replay:
             prepare_data(config, base, status.enter)
         world.barrier()
@@ -80,7 +80,7 @@ def start(
     text_config = model.config.get_text_config()
     fetching, publishing = (Wait(settings.batch_timeout_s, status.enter) for _ in range(2))
     client = None
-    if kind in SAMPLED:
+    if batches_from == "orchestrator":
         if world.is_main:
             client = OrchestratorClient(run_dir, departure.asked.is_set)
         strict = settings.strict_parity
@@ -135,7 +135,7 @@ def load_context(config: RLConfig, world: World, base: str, is_new: bool) -> Tra
         dither(model, config.seed)
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
-    if world.device.type == "cuda" and kind_of(config) in WRITING:
+    if world.device.type == "cuda" and config.batches_from in WRITING:
         checkpoint.require_host_memory(model, optimizer, DTYPES[dtype], world)
     return TrainContext(model, optimizer, settings, world, reference)
 

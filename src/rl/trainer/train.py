@@ -6,7 +6,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,21 +42,9 @@ from rl.trainer.store import versions
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
 
-Kind = Literal["rl", "recorded", "sft", "fake", "replay"]
-SAMPLED = ("rl", "recorded")
-"""The kinds whose batches come from the orchestrator: it reads every version, and its
-log-probabilities are compared."""
-WRITING = (*SAMPLED, "sft")
-"""The kinds that write versions and checkpoints: a replay compares them, and a benchmark on random
-samples has none."""
-
-
-def kind_of(config: RLConfig) -> Kind:
-    """Returns what the trainer does in a run."""
-    data = config.trainer.data
-    if data.fake or data.replay:
-        return "fake" if data.fake else "replay"
-    return "sft" if config.sft else "recorded" if config.recorded else "rl"
+WRITING = ("orchestrator", "examples")
+"""Sources of batches with which versions and checkpoints are written: a replay compares them, and
+a benchmark on random samples has none."""
 
 
 @dataclass
@@ -113,14 +100,10 @@ class Trainer:
         return min(self.config.max_steps, replay.until) if replay else self.config.max_steps
 
     @property
-    def kind(self) -> Kind:
-        return kind_of(self.config)
-
-    @property
     def every_version_is_read(self) -> bool:
         """Whether every version is sampled from or compared by a replay; otherwise only those of
         checkpoints are published."""
-        return self.kind in (*SAMPLED, "replay")
+        return self.config.batches_from in ("orchestrator", "replay")
 
     def begin(self) -> None:
         """Requests the first batch, tries out memory on a GPU, then publishes the version
@@ -137,7 +120,7 @@ class Trainer:
             self.publish()
         elif before := self.validate():
             self.write(before)
-        self.departure.can_save = self.kind in WRITING
+        self.departure.can_save = self.config.batches_from in WRITING
 
     def receive(self, step: int) -> Packed | Skipped | None:
         """Returns the batch of `step`, and requests the next one. None: the run has ended, or
@@ -160,7 +143,7 @@ class Trainer:
         """Copies the weights of version `step`; the publisher's thread writes and announces them
         while training continues."""
         context = self.context
-        if self.kind == "fake":
+        if self.config.batches_from == "fake":
             return
         self.status.enter(Phase.PUBLISHING, self.step)
         self.publisher.free()  # before the copy: two copies would take twice the memory
@@ -179,7 +162,7 @@ class Trainer:
         Returns the metrics.
         """
         context = self.context
-        if not context.parity or self.kind == "recorded":  # nobody could answer
+        if not context.parity or self.config.kind == "recorded":  # nobody could answer
             return {}
         metrics = context.parity.at_checkpoint(
             self.step, context.model, self.batches.pack, context.world, self.step < self.last
@@ -191,7 +174,7 @@ class Trainer:
         """Returns the loss on the held-out batches that are due now; empty if the source has
         none, and in a replay."""
         batches = self.batches.source.validation(self.step)
-        if not batches or self.kind == "replay":
+        if not batches or self.config.batches_from == "replay":
             return {}
         self.status.enter(Phase.VALIDATING, self.step)
         metrics = validate(self.context.model, batches, self.batches.pack, self.context.world)
@@ -217,13 +200,13 @@ class Trainer:
     def write(self, metrics: dict[str, float]) -> None:
         if self.metrics:
             self.metrics.write(self.step, metrics)
-            if self.kind == "fake":
+            if self.config.batches_from == "fake":
                 print(f"step {self.step}: {text_of(metrics)}", flush=True)
 
     def finish(self) -> None:
         """Saves a checkpoint of the last step if there is none, and waits for the writing
         threads."""
-        if self.step > self.saver.newest_started and self.kind != "fake":
+        if self.step > self.saver.newest_started and self.config.batches_from != "fake":
             self.save_checkpoint()
         self.publisher.finish()
         if self.context.token_files:

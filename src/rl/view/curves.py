@@ -185,17 +185,12 @@ def marks_of(key: str, run: Run, places: AxisPlaces, ends: tuple[float, float]) 
 
 
 def line_times(run: Run) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """By source of metrics: steps, ascending, and the times of their lines in seconds since the
-    epoch. Skips lines without a time. A step that was trained again on the same batch keeps its
-    first time."""
-    tables, by_source = run.numbers.tables, {}
-    committed = dict[int, float]()
-    if batches := tables.get("orchestrator"):
-        steps, rows = batches.ordered()
-        committed = as_dict(steps, batches.times[rows])
-    for source, table in tables.items():
+    """By source of metrics: steps, ascending, and the times of their first lines in seconds since
+    the epoch, for a step may be trained again on the same batch. Skips lines without a time."""
+    by_source = {}
+    for source, table in run.numbers.tables.items():
         steps, rows = table.ordered()
-        batch = np.array([committed.get(step, np.nan) for step in steps.tolist()])
-        times = np.where(table.firsts[rows] < batch, table.times[rows], table.firsts[rows])
-        by_source[source] = steps[np.isfinite(times)], times[np.isfinite(times)]
+        times = table.firsts[rows]
+        is_known = np.isfinite(times)
+        by_source[source] = steps[is_known], times[is_known]
     return by_source

@@ -200,10 +200,10 @@ def expected_sum(path: Path) -> str:
     return expected.decode()
 
 
-def check_sum(path: Path, expected: str, found: str) -> None:
+def check_sum(path: Path, expected: str, actual: str) -> None:
     """Raises CorruptFileError if the checksum of a file is another one than `expected`, if that
     is known."""
-    if expected not in ("", found):
+    if expected not in ("", actual):
         raise CorruptFileError(
             f"{path}: damaged, its checksum does not match; move it away to continue without it"
         )

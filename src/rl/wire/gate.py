@@ -21,10 +21,10 @@ CLOSE = {"connection": "close"}
 
 
 def refusal(
-    status: int, kind: str, message: str, headers: dict[str, str] | None = None, **more: Any
+    status: int, kind: str, message: str, headers: dict[str, str] | None = None, **facts: Any
 ) -> Response:
-    """Returns an error response: `{"error": {"type": kind, "message": message, **more}}`."""
-    content = msgspec.json.encode({"error": {"type": kind, "message": message, **more}})
+    """Returns an error response: `{"error": {"type": kind, "message": message, **facts}}`."""
+    content = msgspec.json.encode({"error": {"type": kind, "message": message, **facts}})
     return Response(content, status, headers, media_type="application/json")
 
 

@@ -44,7 +44,7 @@ FAR_OFF = 0.3
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredToken:
     """One sampled token: its position in its sequence, its sampling temperature, and its d."""
 
     position: int
@@ -133,7 +133,7 @@ def parity_from(
     )
 
 
-def likely_cause(scored: Sequence[Scored], limit: Limit, sliding_window: int | None) -> str:
+def likely_cause(scored: Sequence[ScoredToken], limit: Limit, sliding_window: int | None) -> str:
     """Returns the likely cause of a disagreement, judging by the temperatures and positions of
     the tokens that differ."""
     cool = [token.difference for token in scored if token.temperature == 1.0]

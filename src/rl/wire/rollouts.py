@@ -77,9 +77,9 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Whether orchestrator.filter dropped it."""
 
     def __post_init__(self) -> None:
-        given: Turns | list[Turn] = self.turns
-        if isinstance(given, list):
-            self.turns = Turns.of(given)
+        turns: Turns | list[Turn] = self.turns
+        if isinstance(turns, list):
+            self.turns = Turns.of(turns)
 
     @property
     def messages(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ KEEP_ALIVE_S = 600
 """Idle connections stay open longer than any client keeps them."""
 
 
-class Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """A server that leaves the signals of the process alone."""
 
     def capture_signals(self) -> Any:
@@ -40,7 +40,7 @@ async def serve(
         lifespan="off",
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server, stop = Server(settings), asyncio.Event()
+    server, stop = QuietServer(settings), asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     sock.listen(LISTEN)

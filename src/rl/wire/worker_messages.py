@@ -91,9 +91,9 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
     """Folder for its spans, see rl.run_dir.spans; empty: none are recorded."""
 
 
-def derived_seed(*parts: int | str) -> int:
+def derived_seed(*names: int | str) -> int:
     """Derives a seed from 0 to 2^63 - 1 from numbers and names, the same on every machine."""
-    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()) >> 1
+    return int.from_bytes(blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()) >> 1
 
 
 class PlayGroup(msgspec.Struct, tag=True):
@@ -113,12 +113,12 @@ class PlayGroup(msgspec.Struct, tag=True):
     """From which the seeds of all requests to the run's servers are derived; None: requests have
     no seed, and every draw differs."""
 
-    def seeded(self, *parts: int | str) -> "PlayGroup":
+    def seeded(self, *names: int | str) -> "PlayGroup":
         """Returns the order for a part of this one, with independent draws."""
         return (
             self
             if self.seed is None
-            else msgspec.structs.replace(self, seed=derived_seed(self.seed, *parts))
+            else msgspec.structs.replace(self, seed=derived_seed(self.seed, *names))
         )
 
 

@@ -24,7 +24,7 @@ from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
 from rl.system import linux
-from tests.commands.driver import called
+from tests.commands.driver import called, words
 
 
 def levels(checks):
@@ -189,12 +189,7 @@ def test_a_place_that_cannot_be_written(tmp_path):
 def config_of(tmp_path, *flags) -> RLConfig:
     return load_config_or_exit(
         [
-            "--output_dir",
-            str(tmp_path),
-            "--name",
-            "x",
-            "--orchestrator.environment.id",
-            "none",
+            *words(f"--output_dir {tmp_path} --name x --orchestrator.environment.id none"),
             *flags,
         ]
     )[0]
@@ -214,7 +209,7 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     assert "continue that run with --resume" in configuration.run_directory(config).text
     assert configuration.division(config).level == "ok"
     assert [check.level for check in configuration.exposed(config)] == ["ok"]
-    wide = config_of(tmp_path, "--trainer.cpus", "4096", "--inference.host", "0.0.0.0")
+    wide = config_of(tmp_path, *words("--trainer.cpus 4096 --inference.host 0.0.0.0"))
     assert (
         configuration.division(wide).level == "FAIL"
         and "trainer.cpus = 4096 there are " in configuration.division(wide).text
@@ -271,7 +266,7 @@ def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
         ),
         (["x.toml"], "write files as `@ FILE`: rl doctor @ x.toml"),
         (["nowhere", "--seed", "1"], "give only RUN"),
-        (["--parity", "x", "--dtype", "int8"], "--dtype int8: give float32 or bfloat16"),
+        (words("--parity x --dtype int8"), "--dtype int8: give float32 or bfloat16"),
         (["--sed", "1"], "did you mean seed?"),
     ]:
         code, _, err = called(capsys, "doctor", *args)

@@ -23,9 +23,9 @@ from rl.run_dir.files import write_file
 from rl.run_dir.status import RunEnd
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
-from rl.wire.parity import Scored
+from rl.wire.parity import ScoredToken
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import ENVIRONMENTS
+from tests.commands.driver import ENVIRONMENTS, words
 from tests.families import UNTIED
 
 pytestmark = pytest.mark.usefixtures("classic_home")  # the doctor makes none
@@ -228,14 +228,7 @@ def test_an_end_that_may_be_of_a_fault_is_a_warning(tmp_path, capsys):
 def test_parity_of_a_model(tmp_path):
     model = make_tiny_model(tmp_path / "model", UNTIED)
     found = doctor(
-        "--parity",
-        str(model),
-        "--dtype",
-        "float32",
-        "--tokens",
-        "24",
-        "--model.max_model_len",
-        "256",
+        *words(f"--parity {model} --dtype float32 --tokens 24 --model.max_model_len 256"),
     )
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
@@ -256,16 +249,18 @@ def test_parity_of_a_model(tmp_path):
 def test_a_parity_that_passes_above_its_limit_says_why(capsys):
     """exp(0.1) - 1.1 = 0.00517 on one of two tokens: a mean of 0.00259 whose standard error is
     as large."""
-    assert report("bfloat16", [Scored(0, 1.0, 0.1), Scored(1, 0.7, 0.0)], None) == 0
+    assert report("bfloat16", [ScoredToken(0, 1.0, 0.1), ScoredToken(1, 0.7, 0.0)], None) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[4].split() == ["both", "2", "0.05", "0.1", "0.00259", "±", "0.003"]
     assert said[5].startswith(
         "  trainer and inference agree: kl 0.00259 is above 0.002 by 0.2 of its standard "
         "errors, which may be chance"
     )
-    assert report("bfloat16", [Scored(0, 1.0, 0.05), Scored(1, 0.7, 0.0)], None) == 0
+    assert report("bfloat16", [ScoredToken(0, 1.0, 0.05), ScoredToken(1, 0.7, 0.0)], None) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "  trainer and inference agree"
-    assert report("bfloat16", [Scored(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1
+    assert (
+        report("bfloat16", [ScoredToken(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1
+    )
 
 
 def test_parity_of_a_model_that_is_not_there():

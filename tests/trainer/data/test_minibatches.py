@@ -1,7 +1,6 @@
 """Several optimizer steps a batch: against plain steps on its parts, and the clipped losses
 against float64 in an unpacked model."""
 
-import math
 from functools import partial
 
 import numpy as np
@@ -138,27 +137,6 @@ def test_two_minibatches_twice_are_four_plain_steps_on_the_halves(tied_folder, w
     # later the policy is another than the one that sampled
     assert metrics["mismatch_kl/mean"] == steps[0]["mismatch_kl/mean"]
     assert metrics["optim/lr"] == LR and "update_kl/mean" not in metrics
-
-
-def test_only_several_steps_tell_the_sampler_from_the_policy_before(tied_folder, world):
-    """A batch of one group, which no clip or truncation reaches: w p / o = p / q, so both have
-    the same gradient."""
-    unclipped = {
-        "type": "clip",
-        "truncate": math.inf,
-        "clip_high": math.inf,
-        "clip_low": 1,
-        "delta": math.inf,
-    }
-    found = []
-    for settings in ({}, {"minibatches": 9}):
-        context, config = learner_of(tied_folder, world, unclipped, **settings)
-        found.append(train(context, config, part_of(the_batch(), range(4))))
-        assert found[-1]["optim/steps"] == 1 and ("update_kl/mean" in found[-1]) == bool(settings)
-    assert found[1]["update_kl/mean"] == 0 and found[1]["optim/grad_norm"] == pytest.approx(
-        found[0]["optim/grad_norm"], rel=1e-5
-    )
-    assert found[1]["loss/mean"] == pytest.approx(found[0]["loss/mean"], rel=1e-5)
 
 
 # The clipped losses -------------------------------------------------------------------------------

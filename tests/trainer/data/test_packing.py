@@ -64,19 +64,6 @@ def test_branches_of_multi_turn_rollouts_share_their_history():
     )
 
 
-def test_temperatures_and_groups_share_nothing():
-    same = [
-        make_sample([A], [B]),
-        make_sample([A], [B], temperature=0.5),
-        make_sample([A], [B], group=1),
-    ]
-    (row,) = packed(batch_of(*same)).micro_batches
-    assert (
-        row.subtree_ends.tolist() == [1, 2, 3]
-        and packed(batch_of(*same)).shared_token_fraction == 0
-    )
-
-
 def random_batch(rng: random.Random) -> TrainBatch:
     """Few tokens and lengths, so that everything happens: equal samples, prefixes of each other,
     gaps in the loss, no loss at all."""

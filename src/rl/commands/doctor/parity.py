@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.doctor.check import output
-from rl.commands.play_session import start_server
+from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
@@ -21,7 +21,7 @@ from rl.system.terminal import say, table
 from rl.wire.batch_file import write_batch
 from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainBatch
-from rl.wire.parity import LIMITS, Limit, Parity, Scored, likely_cause, parity_of
+from rl.wire.parity import LIMITS, Limit, Parity, ScoredToken, likely_cause, parity_of
 
 TEXTS = (
     "The capital of France is",
@@ -61,29 +61,24 @@ async def examine(config: RLConfig, values: dict[str, Any], children: Children) 
 
 async def parity(
     config: RLConfig, num_tokens: int, work: Path, children: Children
-) -> tuple[list[Scored], int | None]:
+) -> tuple[list[ScoredToken], int | None]:
     """Samples from a server of the model, stops it, and scores the samples with the trainer's
     code. Returns (scored tokens, the model's sliding window in tokens or None)."""
     dtype = config.model.dtype
     say(f"{dtype}: sampling from inference")
-    server = await start_server(config, config.model.name, work, children)
-    write_config(work / f"{dtype}.toml", server.config)
-    servers = InferenceServers(
-        [], server.config.run_dir.status("inference"), config.orchestrator.inference_timeout_s
-    )
-    try:
-        await server.ready()
-        cases = [
-            (ids, temperature)
-            for ids in prompts(server.model, config.model, num_tokens)
-            for temperature in TEMPERATURES
-        ]
-        samples = await asyncio.gather(
-            *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
-        )
-    finally:
-        await servers.close()
-        await server.end()
+    timeout_s = config.orchestrator.inference_timeout_s
+    async with policy_server(config, config.model.name, work, children) as server:
+        write_config(work / f"{dtype}.toml", server.config)
+        servers = InferenceServers([], server.config.run_dir.status("inference"), timeout_s)
+        try:
+            await server.ready()
+            texts = prompts(server.model, config.model, num_tokens)
+            cases = [(ids, temperature) for ids in texts for temperature in TEMPERATURES]
+            samples = await asyncio.gather(
+                *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
+            )
+        finally:
+            await servers.close()
     write_batch(work / f"{dtype}.batch", TrainBatch(step=1, samples=samples), None)
     say(
         f"{dtype}: scoring {sum(sample.num_trained for sample in samples)} tokens with the "
@@ -100,7 +95,7 @@ async def parity(
     if child.exit_code:
         raise failure(child, child.ending())
     answer = json.loads(output(child)[-1])
-    return [Scored(*token) for token in answer["tokens"]], answer["sliding_window"]
+    return [ScoredToken(*token) for token in answer["tokens"]], answer["sliding_window"]
 
 
 def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]:
@@ -114,7 +109,7 @@ def prompts(folder: str, model: ModelConfig, num_tokens: int) -> list[list[int]]
     return [text_ids(tokenizer, text)[:room] for text in texts]
 
 
-def report(dtype: str, scored: list[Scored], sliding_window: int | None) -> int:
+def report(dtype: str, scored: list[ScoredToken], sliding_window: int | None) -> int:
     """Prints the table of a dtype. Returns 1 if trainer and inference disagree."""
     limit, whole = LIMITS[dtype], parity_of([token.difference for token in scored])
     results = [("both", whole)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.doctor.check import TIMEOUT_S, Check, ask, fault_of
-from rl.commands.play_session import start_server
+from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.launch import devices, roles
@@ -102,13 +102,13 @@ async def answers(model: Path, work: Path, children: Children) -> tuple[float, i
     """Returns (seconds, number of tokens sampled in that time)."""
     gpus = 1 if visible_gpus(dict(os.environ)) and not is_cpu_vllm() else 0
     config = smoke_config(model, inference={"gpus": gpus, "startup_timeout_s": TIMEOUT_S})
-    async with asyncio.timeout(TIMEOUT_S):
-        server = await start_server(config, str(model), work, children)
+    sampling = {"max_tokens": TOKENS, "temperature": 1.0}
+    prompts = [[3 + (7 * i + j) % 250 for j in range(16)] for i in range(REQUESTS)]
+    starting = policy_server(config, str(model), work, children)
+    async with asyncio.timeout(TIMEOUT_S), starting as server:
         servers = InferenceServers([], server.config.run_dir.status("inference"), TIMEOUT_S)
         try:
             await server.ready()
-            sampling = {"max_tokens": TOKENS, "temperature": 1.0}
-            prompts = [[3 + (7 * i + j) % 250 for j in range(16)] for i in range(REQUESTS)]
             await servers.generate(0, prompts[0], sampling)  # the first request warms up the server
             start = time.monotonic()
             sampled = await asyncio.gather(
@@ -117,4 +117,3 @@ async def answers(model: Path, work: Path, children: Children) -> tuple[float, i
             return time.monotonic() - start, sum(len(answer.completion_ids) for answer in sampled)
         finally:
             await servers.close()
-            await server.end()

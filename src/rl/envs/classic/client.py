@@ -85,7 +85,7 @@ class TextConversation(Conversation):
         return turn, self.before_stop(Answer(completion, None, [], []), overrides)
 
 
-class PolicyClient(Client):
+class ClassicClient(Client):
     """A verifiers client for one rollout. `turns` holds every answer; a response's id is the
     index of its answer there."""
 
@@ -206,7 +206,7 @@ class AsOurs(Client):
     """An endpoint's answers are taken as the own policy's are: one may be empty, and has text
     beside its reasoning or calls."""
 
-    raise_from_native_response = PolicyClient.raise_from_native_response
+    raise_from_native_response = ClassicClient.raise_from_native_response
 
     async def get_native_response(self, *args: Any, **kwargs: Any) -> Any:
         try:

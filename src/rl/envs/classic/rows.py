@@ -14,7 +14,7 @@ import datasets
 import verifiers as vf
 from verifiers.utils.env_utils import import_env_module
 
-from rl.config.command_line import without_none
+from rl.config.fields import without_none
 from rl.config.installed import check_installed
 from rl.config.outside import GROUP_PARAMETERS, not_a_column, not_given, rows_fault
 from rl.config.rows import info_of, prompt_of, task_rows
@@ -65,10 +65,10 @@ def load_package(spec: EnvSpec, what: str) -> vf.Environment:
     return env
 
 
-def load_arguments(env_id: str, given: dict[str, Any] | None = None) -> dict[str, str]:
+def load_arguments(env_id: str, values: dict[str, Any] | None = None) -> dict[str, str]:
     """The arguments of load_environment: name -> `type = default`, or `type = value (default:
-    ...)` for those in `given`."""
-    arguments, given = {}, dict(given or {})
+    ...)` for those in `values`."""
+    arguments, values = {}, dict(values or {})
     for name, parameter in inspect.signature(
         import_env_module(check_installed(env_id)).load_environment
     ).parameters.items():
@@ -78,15 +78,15 @@ def load_arguments(env_id: str, given: dict[str, Any] | None = None) -> dict[str
             else inspect.formatannotation(parameter.annotation)
         )
         default = "required" if parameter.default is parameter.empty else f"{parameter.default!r}"
-        if name in given:
+        if name in values:
             default = (
-                f"{given.pop(name)!r} "
+                f"{values.pop(name)!r} "
                 f"({default if default == 'required' else f'default: {default}'})"
             )
         arguments[f"**{name}" if parameter.kind is parameter.VAR_KEYWORD else name] = (
             f"{kind} = {default}" if kind else default
         )
-    return arguments | {name: repr(value) for name, value in given.items()}  # passed in **kwargs
+    return arguments | {name: repr(value) for name, value in values.items()}  # passed in **kwargs
 
 
 def members(env: vf.Environment, path: str) -> Iterator[tuple[str, vf.Environment]]:
@@ -184,11 +184,9 @@ class Rows(Sequence[dict[str, Any]]):
 
     def __getitem__(self, index: Any) -> dict[str, Any]:
         columns = self.read(self.stored[index])
-        place = f"row {index}"
-        prompt, info = (
-            [chat_message(message) for message in prompt_of(columns, place)],
-            info_of(columns, place),
-        )
+        row = f"row {index}"
+        info = info_of(columns, row)
+        prompt = [chat_message(message) for message in prompt_of(columns, row)]
         if self.system_prompt and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         columns = columns | {"info": info} if info else columns
@@ -254,9 +252,9 @@ def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Row
             data = load_table(name, split or "train")
     as_written = dict if isinstance(data, list) else nested
     rows = ((f"{source} row {number}", as_written(row)) for number, row in enumerate(data))
-    for place, row in reward.checked(rows, source):
-        prompt_of(row, place)
-        info_of(row, place)
+    for where, row in reward.checked(rows, source):
+        prompt_of(row, where)
+        info_of(row, where)
     return Rows(data, as_written, system_prompt)
 
 
@@ -279,19 +277,14 @@ class Reward:
         """Imports it. Raises RunError."""
         self.name, self.function = name, load_function("reward", name)
         signature = inspect.signature(self.function)
-        given = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-        named = {
-            parameter.name: parameter
-            for parameter in signature.parameters.values()
-            if parameter.kind in given
-        }
-        self.names = set(named)
+        parameters = signature.parameters.values()
+        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        named = [parameter for parameter in parameters if parameter.kind in kinds]
+        self.names = {parameter.name for parameter in named}
         self.required = [
-            key for key, parameter in named.items() if parameter.default is Parameter.empty
+            parameter.name for parameter in named if parameter.default is Parameter.empty
         ]
-        self.takes_all = any(
-            parameter.kind == Parameter.VAR_KEYWORD for parameter in signature.parameters.values()
-        )
+        self.takes_all = any(parameter.kind == Parameter.VAR_KEYWORD for parameter in parameters)
         returns = signature.return_annotation
         self.returns_list = (get_origin(returns) or returns) is list or str(returns).startswith(
             ("list[", "List[")
@@ -308,14 +301,14 @@ class Reward:
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """The rows with their places, as they come. Raises RunError if the function asks for
         what a row lacks, or verifiers shadows."""
-        for place, row in rows:
+        for where, row in rows:
             if self.columns != set(row):
                 self.columns |= set(row)
                 if shadowed := sorted(
                     SHADOWED & (set(row) if self.takes_all else self.names & set(row))
                 ):
                     raise RunError(
-                        f"{place}: reward functions get verifiers' own `{shadowed[0]}`; give "
+                        f"{where}: reward functions get verifiers' own `{shadowed[0]}`; give "
                         "that column another name"
                     )
                 if asked := not_given(self.required, set(row), self.of_group):
@@ -324,16 +317,16 @@ class Reward:
                         f"({inspect.getsourcefile(inspect.unwrap(self.function))})"
                     )
                     raise RunError(
-                        f"{place}: {reward} "
+                        f"{where}: {reward} "
                         f"{not_a_column(asked[0], source, set(row), self.of_group)}"
                     )
-            yield place, row
+            yield where, row
 
     def as_verifiers_calls_it(self) -> Callable[..., Any]:
         """The function with the one parameter by which verifiers tells what it scores, and gives
         all that is known."""
 
-        def one(state: Any) -> Any:
+        def of_one(state: Any) -> Any:
             return self.function(**self._chosen(self._known(state)))
 
         def all_of_group(states: Any) -> Any:
@@ -354,7 +347,7 @@ class Reward:
                 )
             )
 
-        call = all_of_group if self.of_group else one
+        call = all_of_group if self.of_group else of_one
         call.__name__ = getattr(self.function, "__name__", type(self.function).__name__)
         return call
 

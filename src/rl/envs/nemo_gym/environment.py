@@ -200,5 +200,5 @@ def read_rows(path: Path) -> list[Row]:
 
 def address(url: str) -> tuple[str | None, int | None]:
     """Host and port of a URL; the host is "" for this machine."""
-    parts = urlsplit(url)
-    return "" if is_loopback(parts.hostname or "") else parts.hostname, parts.port
+    split = urlsplit(url)
+    return "" if is_loopback(split.hostname or "") else split.hostname, split.port

@@ -93,10 +93,10 @@ def to_result(row: dict[str, Any], rollout: Rollout) -> dict[str, Any]:
     """The answer of `/run`: the row, the reward, the metrics, and the conversation with its
     tokens. A failed rollout has no reward."""
     params = row["responses_create_params"]
-    said = rollout.messages[rollout.num_prompt_messages or 0 :]
+    messages = rollout.messages[rollout.num_prompt_messages or 0 :]
     turns = list(rollout.turns)
-    num_answers = sum(message["role"] == "assistant" for message in said)
-    items = to_items(said, map(tokens_of, turns) if len(turns) == num_answers else ())
+    num_answers = sum(message["role"] == "assistant" for message in messages)
+    items = to_items(messages, map(tokens_of, turns) if len(turns) == num_answers else ())
     cut = turns[-1].finish_reason == "length" if turns else rollout.truncated
     if rollout.overlong:
         cut, items = True, items + to_items([{"role": "assistant", "content": ""}])
@@ -211,8 +211,8 @@ def answer_items(message: Message, text: str, number: int) -> list[dict[str, Any
     done = {"status": "completed"}
     if text or not calls:
         content = [{"type": "output_text", "text": text, "annotations": []}]
-        said = {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": content}
-        items.append(said | done)
+        shown = {"type": "message", "id": f"msg_{number}", "role": "assistant", "content": content}
+        items.append(shown | done)
     for call in calls:
         asked = {"type": "function_call", "id": call["id"], "call_id": call["id"]}
         items.append(asked | {key: call["function"][key] for key in ("name", "arguments")} | done)
@@ -313,8 +313,8 @@ class GymConversation(Conversation):
             as_turn(message, UNKNOWN, finish_reason=choice.get("finish_reason") or "stop"),
             as_answer(message),
         )
-        said = comparable(assistant_message(answer))
-        past = self.keep(turn, before, [*compared, said], tools)
+        last = comparable(assistant_message(answer))
+        past = self.keep(turn, before, [*compared, last], tools)
         # Without null fields: NeMo Gym takes a message with `routed_experts: null` for one without
         # tokens.
         raw = {key: value for key, value in message.items() if value is not None}
@@ -326,11 +326,11 @@ def sent(messages: list[Message], earlier: dict[int, Message]) -> list[Message]:
     """Returns messages, with `earlier` answers as they came. Reasoning is in the text, as NeMo
     Gym has it."""
     result = []
-    for place, message in enumerate(messages):
+    for number, message in enumerate(messages):
         message = dict(message)
         if thought := message.pop("reasoning_content", None):
             message["content"] = f"{THINK}{thought}{THINK_END}{message['content'] or ''}"
-        result.append(earlier.get(place, message))
+        result.append(earlier.get(number, message))
     return result
 
 

@@ -174,8 +174,10 @@ class V1Environment:
             exclude_none=True,
             include={"model", "max_turns", "max_output_tokens", "max_total_tokens"},
         )
-        own = {"endpoint": config.client.base_url} if config.client else {}
-        return {"harness": harness.id, "runtime": config.runtime.type, **own, **limits}
+        about = {"harness": harness.id, "runtime": config.runtime.type}
+        if config.client:
+            about["endpoint"] = config.client.base_url
+        return about | limits
 
     async def _tools(self) -> list[dict[str, Any]]:
         """The tools offered to tasks, in chat API form; servers that run elsewhere list theirs

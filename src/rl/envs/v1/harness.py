@@ -181,7 +181,7 @@ class ToolServers:
             return f"error: the arguments must be a JSON object, not {type(arguments).__name__}"
         self.last_server, session, name = self.origins[call["name"]]
         try:
-            return content(await call_tool(session, name, arguments))
+            return content_of(await call_tool(session, name, arguments))
         except McpError as error:
             if error.error.code == REQUEST_TIMEOUT:
                 raise
@@ -222,28 +222,20 @@ async def tool_servers(urls: dict[str, str], config: HarnessConfig) -> AsyncIter
         raise cause from error
 
 
-def content(blocks: list[Any]) -> str | list[dict[str, Any]]:
+def content_of(blocks: list[Any]) -> str | list[dict[str, Any]]:
     """Converts an MCP result to the content of a chat message: text, or a list of parts if it
     has an image."""
-    parts: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] = []
     for block in blocks:
         if block.type == "image":
-            parts.append(
-                {
-                    "type": "image_url",
-                    "image_url": {"url": f"data:{getattr(block, MIME_TYPE)};base64,{block.data}"},
-                }
-            )
+            url = f"data:{getattr(block, MIME_TYPE)};base64,{block.data}"
+            content.append({"type": "image_url", "image_url": {"url": url}})
         else:
-            parts.append(
-                {
-                    "type": "text",
-                    "text": block.text if block.type == "text" else block.model_dump_json(),
-                }
-            )
-    if any(part["type"] != "text" for part in parts):
-        return parts
-    return "\n".join(part["text"] for part in parts)
+            text = block.text if block.type == "text" else block.model_dump_json()
+            content.append({"type": "text", "text": text})
+    if any(part["type"] != "text" for part in content):
+        return content
+    return "\n".join(part["text"] for part in content)
 
 
 # verifiers finds a harness by importing the top-level module named like its id.

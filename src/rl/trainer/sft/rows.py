@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import without_none
+from rl.config.fields import without_none
 from rl.config.rows import chat_messages
 from rl.config.sft import SftColumns, SftConfig
 from rl.models.chat import Message, Tool, chat_call, chat_tools
