@@ -63,7 +63,7 @@ def machine_row(machine: RunMachine, run: Run) -> MachineRow:
         facts=facts(machine, status) if status else "",
         state=machine.state,
         since=seen - (status.heartbeat - status.started) if status else None,
-        heard=seen if status else None,
+        last_sign=seen if status else None,
         processes=[visible(name) for name in dict.fromkeys([*running, *named])],
     )
 
