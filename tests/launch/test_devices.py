@@ -24,57 +24,58 @@ TWO_REPLICAS = {"data_parallel_size": 2}
 @pytest.mark.parametrize(
     ("num_gpus", "args", "trainer", "inference", "ranks", "vllm"),
     [
-        (0, [], [], [], 1, {}),
-        (0, ["--trainer.ranks", "2"], [], [], 2, {}),
-        (0, ["--trainer-gpus", "0"], [], [], 1, {}),
-        (1, [], [0], [0], 1, {"gpu_memory_utilization": 0.35}),
-        (1, ["--inference.vllm.gpu_memory_utilization", "0.5"], [0], [0], 1, {}),
-        (1, ["--trainer-gpus", "0"], [], [0], 1, {}),
-        (1, ["--inference-gpus", "0"], [0], [], 1, {}),
-        (2, [], [0], [1], 1, {}),
-        (2, ["--trainer-gpus", "2", "--inference-gpus", "0"], [0, 1], [], 2, {}),
-        (8, [], [0], [1, 2, 3, 4, 5, 6, 7], 1, {"data_parallel_size": 7}),
-        (8, ["--trainer-gpus", "4"], [0, 1, 2, 3], [4, 5, 6, 7], 4, {"data_parallel_size": 4}),
-        (8, ["--trainer.ranks", "2"], [0, 1], [2, 3, 4, 5, 6, 7], 2, {"data_parallel_size": 6}),
+        (0, "", "", "", 1, {}),
+        (0, "--trainer.ranks 2", "", "", 2, {}),
+        (0, "--trainer-gpus 0", "", "", 1, {}),
+        (1, "", "0", "0", 1, {"gpu_memory_utilization": 0.35}),
+        (1, "--inference.vllm.gpu_memory_utilization 0.5", "0", "0", 1, {}),
+        (1, "--trainer-gpus 0", "", "0", 1, {}),
+        (1, "--inference-gpus 0", "0", "", 1, {}),
+        (2, "", "0", "1", 1, {}),
+        (2, "--trainer-gpus 2 --inference-gpus 0", "01", "", 2, {}),
+        (8, "", "0", "1234567", 1, {"data_parallel_size": 7}),
+        (8, "--trainer-gpus 4", "0123", "4567", 4, {"data_parallel_size": 4}),
+        (8, "--trainer.ranks 2", "01", "234567", 2, {"data_parallel_size": 6}),
         (
             8,
-            ["--trainer-gpus", "2", "--inference-gpus", "4"],
-            [0, 1],
-            [4, 5, 6, 7],
+            "--trainer-gpus 2 --inference-gpus 4",
+            "01",
+            "4567",
             2,
             {"data_parallel_size": 4},
         ),
-        (8, ["--inference-gpus", "0,1"], [2], [0, 1], 1, {"data_parallel_size": 2}),
-        (8, ["--trainer-gpus", "6,7"], [6, 7], [0, 1, 2, 3, 4, 5], 2, {"data_parallel_size": 6}),
+        (8, "--inference-gpus 0,1", "2", "01", 1, {"data_parallel_size": 2}),
+        (8, "--trainer-gpus 6,7", "67", "012345", 2, {"data_parallel_size": 6}),
         (
             8,
-            ["--trainer-gpus", "4", "--inference.vllm.tensor_parallel_size", "4"],
-            [0, 1, 2, 3],
-            [4, 5, 6, 7],
+            "--trainer-gpus 4 --inference.vllm.tensor_parallel_size 4",
+            "0123",
+            "4567",
             4,
             {},
         ),
         (
             8,
-            ["--trainer-gpus", "4", "--inference.vllm.tensor-parallel-size", "2"],
-            [0, 1, 2, 3],
-            [4, 5, 6, 7],
+            "--trainer-gpus 4 --inference.vllm.tensor-parallel-size 2",
+            "0123",
+            "4567",
             4,
             TWO_REPLICAS,
         ),
         (
             8,
-            ["--trainer-gpus", "4", "--inference.vllm.data_parallel_size", "2"],
-            [0, 1, 2, 3],
-            [4, 5, 6, 7],
+            "--trainer-gpus 4 --inference.vllm.data_parallel_size 2",
+            "0123",
+            "4567",
             4,
             {},
         ),
-        (4, ["--orchestrator.inference_urls", '["http://a:1"]'], [0], [], 1, {}),
+        (4, '--orchestrator.inference_urls ["http://a:1"]', "0", "", 1, {}),
     ],
 )
 def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
-    division = divide(num_gpus, *args)
+    division = divide(num_gpus, *args.split())
+    trainer, inference = ([int(digit) for digit in gpus] for gpus in (trainer, inference))
     assert (division.trainer.gpus, division.inference.gpus, division.ranks) == (
         trainer,
         inference,
@@ -88,60 +89,51 @@ def test_gpus(num_gpus, args, trainer, inference, ranks, vllm):
 @pytest.mark.parametrize(
     ("num_gpus", "args", "message"),
     [
-        (0, ["--trainer-gpus", "1"], "trainer.gpus = 1\n    there are 0 free GPUs here"),
-        (2, ["--trainer-gpus", "3"], "trainer.gpus = 3\n    there are 2 free GPUs here"),
-        (2, ["--trainer-gpus", "[5]"], "trainer.gpus = [5]\n    there are 2 GPUs here: [0, 1]"),
-        (2, ["--trainer-gpus", "[1, 1]"], "name each one once"),
-        (2, ["--inference-gpus", "0,1"], "trainer.gpus = 1\n    there are 0 free GPUs here"),
-        (2, ["--trainer-gpus", "2"], "takes all of them and inference has none"),
-        (2, ["--inference-gpus", "2"], "inference.gpus = 2\n    there are 1 free GPUs here"),
+        (0, "--trainer-gpus 1", "trainer.gpus = 1\n    there are 0 free GPUs here"),
+        (2, "--trainer-gpus 3", "trainer.gpus = 3\n    there are 2 free GPUs here"),
+        (2, "--trainer-gpus [5]", "trainer.gpus = [5]\n    there are 2 GPUs here: [0, 1]"),
+        (2, "--trainer-gpus [1,1]", "name each one once"),
+        (2, "--inference-gpus 0,1", "trainer.gpus = 1\n    there are 0 free GPUs here"),
+        (2, "--trainer-gpus 2", "takes all of them and inference has none"),
+        (2, "--inference-gpus 2", "inference.gpus = 2\n    there are 1 free GPUs here"),
         (
             8,
-            ["--trainer-gpus", "4", "--trainer.ranks", "2"],
+            "--trainer-gpus 4 --trainer.ranks 2",
             "trainer.ranks = 2\n    must be the number of trainer GPUs, 4",
         ),
         (
             8,
-            ["--trainer-gpus", "4", "--trainer.dp-replicate", "3"],
+            "--trainer-gpus 4 --trainer.dp-replicate 3",
             "trainer.dp_replicate = 3\n    must divide the trainer's ranks, 4",
         ),
         (
             0,
-            ["--trainer.ranks", "2", "--trainer.context-parallel", "4"],
+            "--trainer.ranks 2 --trainer.context-parallel 4",
             "trainer.context_parallel = 4\n    must divide the",
         ),
         (
             0,
-            ["--trainer.ranks", "3", "--trainer.expert-parallel", "2"],
+            "--trainer.ranks 3 --trainer.expert-parallel 2",
             "trainer.expert_parallel = 2\n    must divide the trainer's ranks, 3",
         ),
         (
-            *(
-                0,
-                [
-                    "--trainer.ranks",
-                    "4",
-                    "--trainer.expert-parallel",
-                    "4",
-                    "--trainer.dp-replicate",
-                    "2",
-                ],
-            ),
+            0,
+            "--trainer.ranks 4 --trainer.expert-parallel 4 --trainer.dp-replicate 2",
             "trainer.expert_parallel = 4\n    must divide the trainer's ranks / "
             "trainer.dp_replicate, 2",
         ),
-        (4, ["--inference.vllm.tensor_parallel_size", "4"], "needs 4 GPUs, inference has 3"),
+        (4, "--inference.vllm.tensor_parallel_size 4", "needs 4 GPUs, inference has 3"),
         (
             4,
-            ["--inference.vllm.tensor_parallel_size", "2"],
+            "--inference.vllm.tensor_parallel_size 2",
             "of 2, the GPUs of one replica (inference.vllm): set it, or trainer.gpus",
         ),
-        (0, ["--trainer-cpus", "9"], "trainer.cpus = 9\n    there are 4 cores here"),
+        (0, "--trainer-cpus 9", "trainer.cpus = 9\n    there are 4 cores here"),
     ],
 )
 def test_what_is_not_there(num_gpus, args, message):
     with pytest.raises(ConfigError) as error:
-        divide(num_gpus, *args)
+        divide(num_gpus, *args.split())
     assert message in str(error.value)
 
 

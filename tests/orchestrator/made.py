@@ -1,6 +1,7 @@
 """Turns and setups of workers for tests, in which only what a test is about is given."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rl.wire.messages import VersionSpan
@@ -31,3 +32,13 @@ def worker_setup(name: str = "a", **changes: Any) -> WorkerSetup:
         "retries": 0,
     }
     return WorkerSetup(env=EnvSpec(name=name, **env), **fields | changes)
+
+
+def run_config(root: Path, *flags: str, env: str = "e") -> Any:
+    """Returns the configuration of a run `r` in `root`; each of `flags` may be several words."""
+    from rl.config.command_line import build, parse_args  # light workers do not wait for it
+
+    words = [word for flag in flags for word in (flag.split() if flag[0] == "-" else [flag])]
+    key = "--orchestrator.environment" if "{" in env else "--orchestrator.environment.id"
+    base = ["--name", "r", "--output_dir", str(root), key, env]
+    return build(parse_args([*base, *words]))

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import DifficultyConfig
 from rl.orchestrator.evals.evaluator import EvalEnv, Evaluator
 from rl.orchestrator.groups.group_credit import Rules
@@ -20,7 +19,7 @@ from rl.orchestrator.workers.pool_worker import ANSWERS
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.worker_messages import Played
 from tests.loop_lag import LoopLag
-from tests.orchestrator.made import turn
+from tests.orchestrator.made import run_config, turn
 
 HELD_S = 0.05
 
@@ -44,21 +43,11 @@ def least_hold(make, attempts=12):
 
 
 def config(tmp_path, *flags):
-    base = [
-        "--name",
-        "r",
-        "--output_dir",
-        str(tmp_path),
-        "--orchestrator.environment.id",
-        "e",
-        "--max_steps",
-        "9",
-    ]
-    return build(parse_args([*base, *flags]))
+    return run_config(tmp_path, "--max_steps 9", *flags)
 
 
 def builder(tmp_path, size, difficulty=None):
-    settings = config(tmp_path, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "8")
+    settings = config(tmp_path, "--orchestrator.batch_size 8 --orchestrator.group_size 8")
     source, clock = TaskSource({"e": EnvTasks(size, difficulty=difficulty)}, seed=3), StepClock()
     clock.start()
     return Pipeline(
@@ -134,9 +123,7 @@ def test_a_million_solve_rates_are_settled_and_written_beside_the_loop(tmp_path)
 
 def test_an_evaluation_of_many_rollouts_is_written_beside_the_loop(tmp_path):
     """Regression: 2,000 tasks of 8 rollouts took 0.55 s."""
-    settings = config(
-        tmp_path, "--orchestrator.eval.samples", "8", "--orchestrator.eval.interval", "1"
-    )
+    settings = config(tmp_path, "--orchestrator.eval.samples 8 --orchestrator.eval.interval 1")
     results = [(task, long_group(0, 2, 20).rollouts) for task in range(2000)]
     evaluator = Evaluator(
         settings, SimpleNamespace(lost={}), {"e": EvalEnv("e", 2000)}, StepClock()
@@ -165,14 +152,8 @@ def test_an_evaluation_plays_as_many_rollouts_at_once_as_training_may(tmp_path):
     """Results are in the order of the tasks, whichever finishes first."""
     settings = config(
         tmp_path,
-        "--orchestrator.batch_size",
-        "8",
-        "--orchestrator.group_size",
-        "8",
-        "--orchestrator.max_off_policy_steps",
-        "1",
-        "--orchestrator.eval.samples",
-        "3",
+        "--orchestrator.batch_size 8 --orchestrator.group_size 8",
+        "--orchestrator.max_off_policy_steps 1 --orchestrator.eval.samples 3",
     )
 
     class Pool:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from rl.config.command_line import build, parse_args
 from rl.homes.resolve import homes_of
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.main import run
@@ -25,6 +24,7 @@ from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.pending import read_records, waiting_lines
 from rl.wire.rollouts import Group
 from rl.wire.transport import OrchestratorClient, Wait
+from tests.orchestrator.made import run_config
 from tests.orchestrator.stub_inference import StubInference
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
 
@@ -37,26 +37,12 @@ def environments(monkeypatch, tmp_path):
 
 
 def make_config(tmp_path, *flags):
-    base = [
-        "--name",
-        "r",
-        "--output_dir",
-        str(tmp_path),
-        "--orchestrator.environment.id",
-        "say-digit",
-        "--max_steps",
-        "3",
-    ]
-    base += [
-        "--orchestrator.batch_size",
-        "8",
-        "--orchestrator.group_size",
-        "4",
-        "--orchestrator.sampling.max_tokens",
-        "8",
-    ]
-    base += ["--model.max_model_len", "256", "--orchestrator.rollout_retries", "1"]
-    return build(parse_args([*base, *flags]))
+    base = (
+        "--max_steps 3 --orchestrator.batch_size 8 --orchestrator.group_size 4 "
+        "--orchestrator.sampling.max_tokens 8 --model.max_model_len 256 "
+        "--orchestrator.rollout_retries 1"
+    )
+    return run_config(tmp_path, base, *flags, env="say-digit")
 
 
 def train(config, steps, step_s=0.0):
@@ -110,12 +96,7 @@ def lines(path):
 def test_three_steps_on_policy(tmp_path, model, monkeypatch):
     config = make_config(
         tmp_path,
-        "--max_lag",
-        "0",
-        "--orchestrator.eval.interval",
-        "2",
-        "--orchestrator.eval.samples",
-        "2",
+        "--max_lag 0 --orchestrator.eval.interval 2 --orchestrator.eval.samples 2",
     )
     answered, had_it = threading.Event(), []
 
@@ -189,9 +170,7 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
         '[{id = "say-digit", name = "fast"}, {id = "say-digit", name = "slow", group_size = 2, '
         "args = {delay = 1.5}}]"
     )
-    config = make_config(
-        tmp_path, "--orchestrator.environment", envs, "--max_steps", "16", "--max_lag", "1"
-    )
+    config = make_config(tmp_path, "--orchestrator.environment", envs, "--max_steps 16 --max_lag 1")
     _, given, _ = play(config, model, step_s=0.5)
     rollouts = [line for step in range(3, 17) for line in lines(config.run_dir.rollouts(step))]
     assert sum(line["env"] == "slow" for line in rollouts) / len(rollouts) == pytest.approx(
@@ -208,7 +187,7 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
 
 
 def test_multi_turn_samples_keep_sampled_ids(tmp_path, model):
-    config = make_config(tmp_path, "--orchestrator.environment.args.turns", "3", "--max_steps", "1")
+    config = make_config(tmp_path, "--orchestrator.environment.args.turns 3 --max_steps 1")
     _, (batch,), stub = play(config, model)
     assert len(batch.samples) == 8  # every rollout is one sample: the template is append-only
     for sample in batch.samples:
@@ -226,9 +205,9 @@ def test_inference_dies_in_every_phase_and_comes_back_with_any_version(
     tmp_path, model, monkeypatch
 ):
     monkeypatch.setattr("rl.orchestrator.orchestrator.RECONCILE_EVERY_S", 0.1)
-    flags = ["--max_steps", "5", "--max_lag", "1", "--orchestrator.max_off_policy_steps", "2"]
+    flags = ["--max_steps 5 --max_lag 1 --orchestrator.max_off_policy_steps 2"]
     config = make_config(
-        tmp_path, *flags, "--orchestrator.eval.interval", "2", "--orchestrator.eval.samples", "4"
+        tmp_path, *flags, "--orchestrator.eval.interval 2 --orchestrator.eval.samples 4"
     )
 
     async def kill(stub, runner):
@@ -268,7 +247,7 @@ DEATH = "it ended with code 7 (its output"
 
 @pytest.mark.parametrize("fail", ["first", "exit_once", "block"])
 def test_environment_trouble_costs_a_retry(tmp_path, model, fail):
-    config = make_config(tmp_path, "--orchestrator.environment.args.fail", fail, "--max_steps", "1")
+    config = make_config(tmp_path, "--orchestrator.environment.args.fail", fail, "--max_steps 1")
     _, given, stub = play(config, model)
     assert len(given[0].samples) == 8
     assert not any("error" in line for line in lines(config.run_dir.rollouts(1)))
@@ -305,12 +284,8 @@ def test_a_teacher_scores_what_is_trained_and_groups_without_signal_are_trained_
     tmp_path, model
 ):
     flags = [
-        "--orchestrator.environment.args.constant",
-        "1.0",
-        "--orchestrator.environment.args.turns",
-        "2",
-        "--max_steps",
-        "2",
+        "--orchestrator.environment.args.constant 1.0 --orchestrator.environment.args.turns 2",
+        "--max_steps 2",
     ]
     teacher = StubTeacher(tokenizer=Tokenizer.from_file(str(model / "tokenizer.json")))
     (tmp_path / "own.py").write_text(NO_CREDIT)
@@ -378,7 +353,7 @@ def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
         beside_teacher(silent, tmp_path, model, steps=[], during=kill)
     assert kept and len(silent.requests) == 1
     teacher = StubTeacher()
-    _, (_, given, _) = beside_teacher(teacher, tmp_path, model, "--max_steps", "1")
+    _, (_, given, _) = beside_teacher(teacher, tmp_path, model, "--max_steps 1")
     scored = {tuple(ids) for ids in teacher.requests}
     assert len(given) == 1 and all(
         scored & {tuple(ids) for ids in members} for members in kept.values()
@@ -393,27 +368,27 @@ def unwrap(error):
     ("flags", "text"),
     [
         (
-            ["--orchestrator.environment.args.fail", "load"],
+            ["--orchestrator.environment.args.fail load"],
             "load_environment raised KeyError: 'SOME_DATA_PATH'",
         ),
-        (["--orchestrator.environment.args.unknown", "1"], "unexpected keyword argument 'unknown'"),
+        (["--orchestrator.environment.args.unknown 1"], "unexpected keyword argument 'unknown'"),
         (
-            ["--orchestrator.environment.args.tasks", "0"],
+            ["--orchestrator.environment.args.tasks 0"],
             "has no training examples; check its arguments",
         ),
         (
-            ["--model.max_model_len", "30"],
+            ["--model.max_model_len 30"],
             "exceed model.max_model_len = 30; raise model.max_model_len to",
         ),
         (
-            ["--orchestrator.environment.args.fail", "always"],
+            ["--orchestrator.environment.args.fail always"],
             "ZeroDivisionError: broken environment",
         ),
-        (["--orchestrator.environment.args.constant", "0.0"], "without any signal"),
+        (["--orchestrator.environment.args.constant 0.0"], "without any signal"),
     ],
 )
 def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
-    config = make_config(tmp_path, "--orchestrator.rollout_retries", "0", *flags)
+    config = make_config(tmp_path, "--orchestrator.rollout_retries 0", *flags)
     with pytest.raises((RunError, BaseExceptionGroup)) as caught:
         play(config, model, steps=[])
     error = unwrap(caught.value)
@@ -421,15 +396,13 @@ def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
     # of what was played until then
     lines = [json.loads(line) for line in waiting_lines(config.run_dir.pending).splitlines()]
     assert {line["why"] for line in lines} == {"always": {"environment"}, "0.0": {"no_signal"}}.get(
-        flags[1], set()
+        flags[0].split()[1], set()
     )
     assert not lines or f"`rl show {config.run_dir.root}` shows them" in str(error)
 
 
 def test_a_solved_task_ends_the_run(tmp_path, model):
-    config = make_config(
-        tmp_path, "--max_steps", "50", "--max_lag", "0", "--orchestrator.eval.interval", "100"
-    )
+    config = make_config(tmp_path, "--max_steps 50 --max_lag 0 --orchestrator.eval.interval 100")
 
     async def learn(stub, runner):
         while config.run_dir.newest_batch() < 2:
@@ -449,14 +422,10 @@ def test_a_solved_task_ends_the_run(tmp_path, model):
 
 def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(tmp_path, model):
     flags = [
-        "--orchestrator.eval.interval",
-        "1",
-        "--orchestrator.eval.samples",
-        "4",
-        "--orchestrator.eval.target",
-        "0.95",
+        "--orchestrator.eval.interval 1 --orchestrator.eval.samples 4",
+        "--orchestrator.eval.target 0.95",
     ]
-    config = make_config(tmp_path, "--max_steps", "50", "--max_lag", "0", *flags)
+    config = make_config(tmp_path, "--max_steps 50 --max_lag 0", *flags)
 
     async def learn(stub, runner):
         while config.run_dir.newest_batch() < 3:

@@ -17,6 +17,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from rl.orchestrator.batches.batch_files import commit
 from rl.run_dir import lease, metrics
 from rl.run_dir.files import TakenError, clean_leftovers, temporary_name, write_directory
 from rl.run_dir.lease import check_fence, hold_role
@@ -30,7 +31,6 @@ from rl.wire.batch_file import (
     decode_batch,
     remove_rollouts,
     write_batch,
-    write_rollouts,
 )
 from rl.wire.messages import TrainBatch
 from tests.hosts import Host, LateListings, permitted
@@ -74,15 +74,6 @@ def set_up(root, environment: str) -> None:
         LateListings(root, late_s)
 
 
-def commit(run_dir: RunDir, step: int, host: str, fence) -> None:
-    """As BatchFiles.commit does it, without groups."""
-    if run_dir.batch(step).exists():
-        fence()
-        raise TakenError(run_dir.batch(step))
-    write_rollouts(run_dir.rollouts(step), json.dumps({"host": host}).encode(), fence)
-    write_batch(run_dir.batch(step), TrainBatch(step=step, samples=[]), {"host": host}, fence)
-
-
 def orchestrate(root, environment: str, host: str, point: str = "") -> None:
     """Commits batches as the orchestrator does; stops at `point`."""
     set_up(root, environment)
@@ -98,7 +89,8 @@ def orchestrate(root, environment: str, host: str, point: str = "") -> None:
     log = MetricsLog(run_dir.metrics, "orchestrator", fence)
     with merging(run_dir.metrics, fence):
         for step in range(newest + 1, STEPS + 1):
-            commit(run_dir, step, host, fence)
+            lines = json.dumps({"host": host}).encode()
+            commit(run_dir, TrainBatch(step=step, samples=[]), lines, {"host": host}, fence)
             log.write(step, {"x": 1.0})
         until(lambda: (root / "trained").exists(), 20)
         time.sleep(ENVIRONMENT[environment])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rl.config.command_line import to_toml
@@ -242,30 +242,6 @@ def test_the_base_model_may_have_moved_but_not_changed(adapted, tmp_path, tied_f
     assert f"{tmp_path}/gone': no such folder" in capsys.readouterr().err
     (tmp_path / "moved").symlink_to(tied_folder)
     export(run_dir.root, "--to", tmp_path / "b", "--model.name", tmp_path / "moved")
-
-
-def test_other_weights_of_the_same_shapes_are_another_base(adapted, tmp_path, tied_folder, capsys):
-    """Adapters were exported, and trained further, on whatever lay in the folder."""
-    run_dir, _ = adapted
-    other = shutil.copytree(tied_folder, tmp_path / "other")
-    file = other / "model.safetensors"
-    tensors = load_file(file)
-    name = max(tensors, key=lambda name: tensors[name].nbytes)
-    save_file(tensors | {name: tensors[name] * 2}, file, {"format": "pt"})
-    assert file.stat().st_size == (tied_folder / file.name).stat().st_size
-    export(run_dir.root, "--to", tmp_path / "a", "--merge", "--model.name", other, code=1)
-    assert (
-        "000004 was written beside other files of model.name's weights, on which the adapters"
-        in capsys.readouterr().err
-    )
-    manifest = run_dir.checkpoint(4) / "manifest.json"
-    whole = manifest.read_text()
-    # of an older rl
-    manifest.write_text(
-        json.dumps({key: value for key, value in json.loads(whole).items() if key != "base"})
-    )
-    export(run_dir.root, "--to", tmp_path / "b", "--merge", "--model.name", other)
-    manifest.write_text(whole)
 
 
 def test_a_full_disk(adapted, tmp_path, monkeypatch):

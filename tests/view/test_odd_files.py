@@ -122,7 +122,7 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
         found = {row.key: row for row in answer.runs}
         assert (
             found.keys() == {"good", *names} - {"folder"}
-            and answer.place == f"{tmp_path} (no permission to read: {shut['folder']})"
+            and answer.folders == f"{tmp_path} (no permission to read: {shut['folder']})"
         )
         assert found["good"].step == 4
         for name in ("config", "status", "metrics", "sources", "events", "evals"):

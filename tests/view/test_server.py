@@ -154,7 +154,7 @@ def test_the_place_of_a_run_has_no_detour(tmp_path):
     make_run(tmp_path / "x")
     (tmp_path / "link").symlink_to(tmp_path / "x")
     assert (
-        Library([tmp_path / "y" / ".." / "x"]).place
+        Library([tmp_path / "y" / ".." / "x"]).folders
         == str(tmp_path / "x")
         == str(Run(tmp_path / "x" / "." / ".." / "x").root)
     )
@@ -414,7 +414,7 @@ def test_machines_of_a_cluster_have_rows_and_no_lines(tmp_path):
     processes = [row.processes for row in found.machines]
     assert processes == [["rl", "trainer-node0"], ["trainer-node1"], []]
     first, _, absent = found.machines
-    assert 6590 < first.heard - first.since < 6610 and time.time() - first.heard > 599
+    assert 6590 < first.last_sign - first.since < 6610 and time.time() - first.last_sign > 599
     assert absent.since is None
     assert not any(line.startswith("machine ") for line in found.lines)
 

@@ -24,7 +24,7 @@ import msgspec
 
 from rl.cluster.agent import RankAgent
 from rl.cluster.identity import index_of, own_address
-from rl.cluster.lead import Leader, run_leader, with_open_hosts
+from rl.cluster.lead import Leader, run_leader, say, with_open_hosts
 from rl.cluster.reach import Reach
 from rl.config.command_line import from_toml, load_config_or_exit, to_toml
 from rl.config.help import SETTINGS
@@ -416,7 +416,3 @@ def digest(config: RLConfig) -> str:
     if config.cluster:
         config.cluster.index = None
     return blake2b(to_toml(config).encode(), digest_size=4).hexdigest()
-
-
-def say(text: str) -> None:
-    print(f"node: {text}", flush=True)

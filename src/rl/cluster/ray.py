@@ -164,7 +164,7 @@ def run(
             signal.signal(signum, handler)
     driver, text = Driver(ray, config, run_dir, program), ""
     try:
-        driver.words()
+        driver.get_machines()
         code = driver.watch()
     except Stopped as stop:
         children.stop_caught()
@@ -208,7 +208,7 @@ class Driver:
         self.starts = Counter[int]()
         self.variables = own_variables()
 
-    def words(self) -> None:
+    def get_machines(self) -> None:
         """Gets the machines, and an actor on each. Raises RunError if Ray does not have them
         within cluster.join_timeout_s."""
         settings, count, util = self.cluster.ray, self.cluster.nodes, self.ray.util

@@ -386,14 +386,13 @@ def main() -> None:
     launcher = Launcher(config)
     try:
         code = launcher.run()
-    except RunError as error:
-        print(f"trainer: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
-    except OSError as error:
-        print(f"trainer: {system_error(error)}", file=sys.stderr, flush=True)
-        code = RESTART
     except Stopped as stopped:
         code = 128 + stopped.signum
+    except (RunError, OSError) as error:
+        is_system = isinstance(error, OSError)
+        text = system_error(error) if is_system else error
+        print(f"trainer: {text}", file=sys.stderr, flush=True)
+        code = RESTART if is_system else error.exit_code
     launcher.status.close()
     sys.exit(code)
 

@@ -51,31 +51,19 @@ AGENT = [*PYTHON, "-m", "torch.distributed.run", "--no-python"]
 
 def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
     """Returns the command of a process, which reads everything else from the run's config.toml."""
+    config = str(run_dir.config)
     if name in PREPARING:
-        return [*PYTHON, "-m", PREPARING[name], str(run_dir.config)]
-    module = [
-        *PYTHON,
-        "-m",
-        SERVER if name == "tinker" else f"rl.{name}.main",
-        "@",
-        str(run_dir.config),
-    ]
+        return [*PYTHON, "-m", PREPARING[name], config]
+    module = SERVER if name == "tinker" else f"rl.{name}.main"
+    words = [*PYTHON, "-m", module, "@", config]
     if name == "trainer" and ranks > 1:
         # --standalone: the agent picks a free port on this host, so two runs never collide. It
         # would give ranks the name of this machine,
         # which may not resolve. --shutdown-timeout: `rl` decides how long the ranks may take for
         # their end.
-        options = [
-            "--standalone",
-            "--local-addr",
-            "127.0.0.1",
-            "--nproc-per-node",
-            str(ranks),
-            "--shutdown-timeout",
-            "3600",
-        ]
-        return [*AGENT, *options, *module]
-    return module  # one rank needs no agent, whose import of torch takes 3 s
+        options = f"--standalone --local-addr 127.0.0.1 --nproc-per-node {ranks}"
+        return [*AGENT, *f"{options} --shutdown-timeout 3600".split(), *words]
+    return words  # one rank needs no agent, whose import of torch takes 3 s
 
 
 def start(
@@ -88,7 +76,7 @@ def start(
 
 def preparing(config: RLConfig) -> list[str]:
     """Returns the names of the processes that must have ended before a run begins."""
-    return ["model", *["data"] * bool(config.sft), *["service"] * config.is_remote]
+    return ["model", *["data"] * (config.kind == "sft"), *["service"] * config.is_remote]
 
 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
@@ -96,28 +84,27 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     by their status files, in any order.
 
     If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM
-    starts, it attributes any loss of free memory to itself, and exits if free memory grows.
-    Supervised fine-tuning only needs the trainer, recorded rollouts no inference. With a service
-    for training and sampling, both are small processes that ask it.
+    starts, it attributes any loss of free memory to itself, and exits if free memory grows. With a
+    service for training and sampling, both are small processes that ask it.
     """
-    shares = {"inference": division.inference, "orchestrator": None, "trainer": division.trainer}
-    if not config.starts_inference:
-        del shares["inference"]
-    if config.sft:
-        shares = {"trainer": division.trainer}
-    shared = "inference" in shares and set(division.trainer.gpus) & set(division.inference.gpus)
+    shares = {"inference": division.inference, "trainer": division.trainer}
+    names = [name for name in config.kind.roles if name != "inference" or config.starts_inference]
+    shared = "inference" in names and {*division.trainer.gpus} & {*division.inference.gpus}
     started = []
-    for name, share in shares.items():
-        env, cores = (share.env, share.cores) if share else ({}, None)
-        one_process = name != "trainer" or division.ranks == 1
-        after_server = name == "trainer" and bool(shared)
+    for name in names:
+        share = shares.get(name)
         if config.is_remote and share:
             asks = [*PYTHON, "-m", f"rl.tinker.client.{name}", "@", str(run_dir.config)]
             started.append(Role(name, asks, {}))
             continue
         started.append(
             Role(
-                name, command(name, run_dir, division.ranks), env, cores, one_process, after_server
+                name,
+                command(name, run_dir, division.ranks),
+                share.env if share else {},
+                share.cores if share else None,
+                leaves_copy=name != "trainer" or division.ranks == 1,
+                after_server=name == "trainer" and bool(shared),
             )
         )
     return started

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from rl.records.columns import DECODER, Columns, RolloutLine, Words, columns_of, joined, some
-from rl.run_dir.files import UNREADABLE, CorruptFileError
+from rl.run_dir.files import UNREADABLE, CorruptFileError, write_file
 from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.wire.batch_file import sound_rollouts
 from rl.wire.pending import waiting_lines
@@ -169,10 +169,8 @@ class RolloutIndex:
             if file not in self.damaged and file != PENDING
         }
         about = {"words": json.dumps(self.words.words), "files": json.dumps(files)}
-        temporary = self.cache.with_name(f".{self.cache.name}.{os.getpid()}.tmp")
-        self.cache.parent.mkdir(parents=True, exist_ok=True)
-        save_file(some(self.columns, ~self._of([PENDING])), temporary, about)
-        temporary.rename(self.cache)
+        columns = some(self.columns, ~self._of([PENDING]))
+        write_file(self.cache, save(columns, about), durable=False)
         total = 0
         for file in sorted(self.cache.parent.iterdir(), key=lambda file: -file.stat().st_mtime):
             total += file.stat().st_size

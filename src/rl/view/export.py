@@ -72,7 +72,7 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[s
         "icon": f"data:image/svg+xml;base64,{icon}",
         "runs": {
             "runs": [msgspec.structs.replace(row, key=key) for row in rows],
-            "place": "this file",
+            "folders": "this file",
         },
         "made": time.time(),
         "metrics": metrics,

@@ -54,7 +54,7 @@ class Library:
     """The runs in some places, which are runs or folders with runs. Thread-safe."""
 
     def __init__(self, places: Sequence[Path]):
-        self.places = [plain(place) for place in places]
+        self.places = [plain(folder) for folder in places]
         self.lock = threading.Lock()
         self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
         """Key -> identity of the opened directory, and the run; the KEPT that were asked for
@@ -75,7 +75,7 @@ class Library:
             return dict(self.runs)
 
     @property
-    def place(self) -> str:
+    def folders(self) -> str:
         """The places that were searched for runs, as text."""
         denied = ", ".join(map(str, self.denied))
         suffix = f" (no permission to read: {denied})" if denied else ""

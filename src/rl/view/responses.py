@@ -54,7 +54,7 @@ class RunRow(PageAnswer, kw_only=True):
     tokens_per_s: float | None = None
     seconds: float = 0.0
     """Seconds from the first sign of life to the last."""
-    heard: float = 0.0
+    last_sign: float = 0.0
     """Time of the last sign of life; 0 if there was none."""
     changed: float
     """Time of the last write to its files."""
@@ -65,7 +65,7 @@ class Runs(PageAnswer):
     """The runs, live ones first, then most recently changed first."""
 
     runs: list[RunRow]
-    place: str
+    folders: str
     """The places that were searched for runs."""
 
 
@@ -383,7 +383,7 @@ class MachineRow(PageAnswer):
     """Its devices, and its part in the training."""
     state: Literal["live", "leaving", "lost", "absent"]
     since: float | None
-    heard: float | None
+    last_sign: float | None
     processes: list[str]
 
 

@@ -33,7 +33,7 @@ class Handlers:
 
     def runs(self) -> responses.Runs:
         """Every run, most recently changed first."""
-        return responses.Runs(runs=self._list.all(), place=self._library.place)
+        return responses.Runs(runs=self._list.all(), folders=self._library.folders)
 
     def compare(self, run: list[str]) -> responses.Comparison:
         """Settings that differ, and evaluations."""

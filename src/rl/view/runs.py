@@ -138,7 +138,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         lag=last_mean(run.numbers.curve("lag/mean")[1]),
         tokens_per_s=last_mean(run.numbers.curve("perf/tokens_per_s")[1]),
         seconds=last - first,
-        heard=last,
+        last_sign=last,
         changed=changed,
         bytes=size,
     )

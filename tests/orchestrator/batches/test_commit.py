@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl.config.command_line import build, parse_args
 from rl.orchestrator.batches import batch_files as batches
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.evals.evaluator import Evaluator
@@ -38,7 +37,7 @@ from rl.system.functions import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
 from rl.wire.pending import read_records, waiting_lines
 from rl.wire.rollouts import Group, Rollout
-from tests.orchestrator.made import turn
+from tests.orchestrator.made import run_config, turn
 
 STEPS = 4
 
@@ -108,26 +107,12 @@ class World:
     finished."""
 
     def __init__(self, root: Path, dice: random.Random, *more: str, max_lag: int = 1):
-        flags = [
-            "--name",
-            "r",
-            "--output_dir",
-            str(root),
-            "--max_steps",
-            str(STEPS),
-            "--max_lag",
-            str(max_lag),
-        ]
         envs = '[{id = "a", weight = 2.0, difficulty = {}}, {id = "b"}]'
-        flags += [
-            "--orchestrator.environment",
-            envs,
-            "--orchestrator.batch_size",
-            "4",
-            "--orchestrator.group_size",
-            "2",
-        ]
-        self.config = build(parse_args([*flags, "--orchestrator.max_off_policy_steps", "2", *more]))
+        flags = (
+            f"--max_steps {STEPS} --max_lag {max_lag} --orchestrator.batch_size 4 "
+            "--orchestrator.group_size 2 --orchestrator.max_off_policy_steps 2"
+        )
+        self.config = run_config(root, flags, *more, env=envs)
         self.run_dir, self.dice = self.config.run_dir, dice
         self.published, self.nonces, self.missing, self.surplus = 0, 0, 0, 0
         self.durable: dict[float, Group] = {}
@@ -537,7 +522,7 @@ def test_a_death_at_each_point_in_turn(tmp_path):
 
 
 def test_a_short_batch_says_what_it_lacks(tmp_path):
-    world = World(tmp_path, random.Random(0), "--orchestrator.max_refill", "1")
+    world = World(tmp_path, random.Random(0), "--orchestrator.max_refill 1")
     world.live(0)
     check(world)
     assert world.missing > 0

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.envs.worker import Worker
 from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.main import run
@@ -21,7 +20,7 @@ from rl.wire.rollouts import Drawn, Group, Rollout
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests import steady
 from tests.orchestrator import light_worker
-from tests.orchestrator.made import turn
+from tests.orchestrator.made import run_config, turn
 from tests.orchestrator.stub_inference import StubInference
 from tests.orchestrator.test_loop_lag import builder
 from tests.waiting import alive
@@ -105,22 +104,12 @@ def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(
         f'{{id = "say-digit", python = "{sys.executable}", args = {{held = 2, hold = "{hold}", '
         f'log = "{log}"}}}}'
     )
-    flags = [
-        "--name",
-        "r",
-        "--output_dir",
-        str(tmp_path),
-        "--orchestrator.environment",
-        env,
-        "--max_steps",
-        "1",
-        "--max_lag",
-        "0",
-    ]
-    # the stub server takes no more
-    flags += ["--model.max_model_len", "256", "--orchestrator.sampling.max_tokens", "8"]
-    config = build(
-        parse_args([*flags, "--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"])
+    # the stub server takes no more than 256 tokens
+    config = run_config(
+        tmp_path,
+        "--max_steps 1 --max_lag 0 --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
+        "--orchestrator.batch_size 8 --orchestrator.group_size 4",
+        env=env,
     )
 
     async def life(until):

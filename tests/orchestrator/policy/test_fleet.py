@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.policy import served_policy
 from rl.orchestrator.policy.served_policy import ServedPolicy
@@ -21,6 +20,7 @@ from rl.wire.http import RefusedError
 from rl.wire.inference_client import Expected, InferenceLostError, InferenceServers
 from rl.wire.worker_messages import ServerSet
 from tests import steady
+from tests.orchestrator.made import run_config
 from tests.stub_server import StubServer
 
 
@@ -38,21 +38,8 @@ class World:
     `client` is a worker's."""
 
     def __init__(self, folder, stack):
-        flags = [
-            "--name",
-            "r",
-            "--output_dir",
-            str(folder),
-            "--orchestrator.environment.id",
-            "e",
-            "--model.name",
-            "m",
-        ]
-        self.config = build(
-            parse_args(
-                [*flags, "--model.max_model_len", "100", "--orchestrator.sampling.max_tokens", "9"]
-            )
-        )
+        flags = "--model.name m --model.max_model_len 100 --orchestrator.sampling.max_tokens 9"
+        self.config = run_config(folder, flags)
         self.run_dir, self.stack = self.config.run_dir, stack
         for number in range(1, 10):
             self.run_dir.weights(number).mkdir(parents=True)

@@ -10,7 +10,6 @@ from unittest.mock import AsyncMock
 import msgspec
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.orchestrator.evals.evaluator import EvalEnv, Evaluator
 from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import StepClock
@@ -22,7 +21,7 @@ from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import ServerSet
 from tests.launch.test_repair import version as write_version
-from tests.orchestrator.made import turn
+from tests.orchestrator.made import run_config, turn
 
 
 class Servers:
@@ -88,17 +87,7 @@ def world(tmp_path):
     four tasks at even versions."""
 
     def make(servers, pool=None):
-        flags = [
-            "--name",
-            "r",
-            "--output_dir",
-            str(tmp_path),
-            "--orchestrator.environment.id",
-            "e",
-            "--orchestrator.eval.interval",
-            "2",
-        ]
-        config = build(parse_args(flags))
+        config = run_config(tmp_path, "--orchestrator.eval.interval 2")
         for number in range(1, 6):
             config.run_dir.weights(number).mkdir(parents=True, exist_ok=True)
         evaluator = Evaluator(config, pool or Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
@@ -329,17 +318,7 @@ def test_an_eval_whose_workers_are_lost_is_left_out(world):
 def test_a_branch_is_evaluated_from_its_first_version_on(tmp_path):
     """Regression: a branch at step 40 first loaded and evaluated the base model, and at step 37
     not the version that it begins with."""
-    flags = [
-        "--name",
-        "b",
-        "--output_dir",
-        str(tmp_path),
-        "--orchestrator.environment.id",
-        "e",
-        "--orchestrator.eval.interval",
-        "20",
-    ]
-    config = build(parse_args([*flags, "--max_steps", "80"]))
+    config = run_config(tmp_path, "--orchestrator.eval.interval 20 --max_steps 80")
     config.run_dir.weights(37).mkdir(parents=True)
     write_file(config.run_dir.origin, msgspec.json.encode(BranchOrigin("r", 37, 0.0, [])))
     servers = Servers(37)

@@ -13,6 +13,30 @@ from tests.orchestrator.light_worker import run
 IN_FLIGHT = 20
 
 
+def test_after_a_death_all_groups_are_played_at_once_again(tmp_path, monkeypatch):
+    """Groups arrive steadily, so the worker's queue is never empty. Regression: after a death
+    they were played one by one."""
+
+    async def feed(pool, seconds):
+        while True:
+            await pool.play("light", "train", 0, 1, {"seconds": seconds}, 0)
+
+    async def until_all_are_sent(pool, started):
+        while pool.num_started < started or len(pool.workers["light-0"].sent) < IN_FLIGHT:
+            await asyncio.sleep(0.01)
+
+    async def work(pool):
+        feeds = [asyncio.create_task(feed(pool, 0.1 + 0.01 * i)) for i in range(IN_FLIGHT)]
+        await until_all_are_sent(pool, 1)
+        os.kill(pool.workers["light-0"].child.pid, signal.SIGKILL)
+        await until_all_are_sent(pool, 2)
+        for task in feeds:
+            task.cancel()
+        await asyncio.gather(*feeds, return_exceptions=True)
+
+    run(tmp_path, monkeypatch, work)
+
+
 def test_a_group_that_kills_workers_is_given_up_alone_and_once_under_a_steady_feed(
     tmp_path, monkeypatch
 ):

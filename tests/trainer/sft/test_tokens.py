@@ -14,11 +14,10 @@ import pytest
 from tokenizers import normalizers, processors
 from transformers import AutoTokenizer
 
-from rl.config.run import ModelConfig, RendererConfig, RLConfig
+from rl.config.run import RendererConfig, RLConfig
 from rl.launch.run import manifest_lines
-from rl.models.folder import resolve_model
 from rl.models.renderer import load_renderer
-from rl.models.tiny import CHAT_TEMPLATE, make_tiny_model, write_tokenizer
+from rl.models.tiny import write_tokenizer
 from rl.system.errors import RunError
 from rl.trainer.sft import rows
 from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
@@ -361,22 +360,6 @@ def test_a_plain_text_begins_with_the_bos_token_of_its_tokenizer(folders, tmp_pa
         ([bos, *encode("1 + 1 = 2<|im_end|>")], [False] * 8 + [True] * 3),
         ([bos, *encode("ab<|im_end|>")], [False] + [True] * 3),
     ]
-
-
-def test_a_base_model_takes_messages_with_a_template_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    base = make_tiny_model(tmp_path / "base")
-    settings = json.loads((base / "tokenizer_config.json").read_text())
-    (base / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
-    (tmp_path / "chatml.jinja").write_text(CHAT_TEMPLATE)
-    with pytest.raises(RunError, match=r"no chat template; set --model.chat_template to chatml"):
-        resolve_model(ModelConfig(name=str(base)))
-    assert resolve_model(ModelConfig(name=str(base)), needs_template=False) == str(base)
-    folder = resolve_model(
-        ModelConfig(name=str(base), chat_template=str(tmp_path / "chatml.jinja"))
-    )
-    (sample,), manifest = prepared(tmp_path, folder, {"messages": TWO_TURNS})
-    assert manifest["style"] == "chat" and sum(sample[1]) == len("2.") + len("Yes, 2..")
 
 
 def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
@@ -806,57 +789,28 @@ def test_hugging_face_datasets(folders, tmp_path):
         {"messages": [*TWO_TURNS[:2], THINKS[3] | {"tool_calls": None}]},
         {"messages": TWO_TURNS},
     ]
-    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(
-        str(tmp_path / "saved")
-    )
-    samples, manifest = prepared(
-        tmp_path / "a",
-        folders / "chatml",
-        dataset=str(tmp_path / "saved"),
-        split="test",
-        drop_reasoning=True,
-    )
+    saved, parquet, empty = tmp_path / "saved", tmp_path / "x.parquet", tmp_path / "empty"
+    datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(saved))
+    datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(parquet)
+    empty.mkdir()
+    written = {"split": "test", "drop_reasoning": True}
+    samples, manifest = prepared(tmp_path / "a", folders / "chatml", dataset=str(saved), **written)
     assert len(samples) == 2 and manifest["train"]["rows"] == 2
     direct, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
     assert samples[1:] == direct
-    datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(
-        tmp_path / "x.parquet"
-    )
     columns = {"prompt": "question", "completion": "answer"}
-    assert (
-        len(
-            prepared(
-                tmp_path / "c",
-                folders / "chatml",
-                dataset=str(tmp_path / "x.parquet"),
-                columns=columns,
-            )[0]
-        )
-        == 1
-    )
-    (tmp_path / "empty").mkdir()
-    for settings, said in (
-        ({"split": "train"}, "'train'.*check name, sft.split"),
-        ({"dataset": str(tmp_path / "empty")}, "sft.dataset = "),
-        (
-            {"dataset": str(tmp_path / "x.parquet"), "split": "test"},
-            "sft.split = 'test': .*x.parquet has no splits; name the held-out",
-        ),
-        (
-            {"dataset": str(tmp_path / "x.parquet"), "subset": "s"},
-            "sft.subset = 's': .*x.parquet has no subsets; leave it out",
-        ),
-        (
-            {"dataset": str(tmp_path / "b" / "data.jsonl"), "validation_split": "test"},
-            "sft.validation_split = 'test': .* has no splits",
-        ),
+    table = {"dataset": str(parquet), "columns": columns}
+    assert len(prepared(tmp_path / "c", folders / "chatml", **table)[0]) == 1
+    lines = str(tmp_path / "b" / "data.jsonl")
+    for dataset, settings, said in (
+        (saved, {"split": "train"}, "'train'.*check name, sft.split"),
+        (empty, {}, "sft.dataset = "),
+        (parquet, {"split": "test"}, "sft.split = 'test': .*x.parquet has no splits; name the"),
+        (parquet, {"subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),
+        (lines, {"validation_split": "test"}, "sft.validation_split = 'test': .* has no splits"),
     ):
         with pytest.raises(RunError, match=said):
-            prepared(
-                tmp_path / "d",
-                folders / "chatml",
-                **({"dataset": str(tmp_path / "saved")} | settings),
-            )
+            prepared(tmp_path / "d", folders / "chatml", dataset=str(dataset), **settings)
 
 
 def test_the_runs_data_is_made_once(folders, tmp_path):

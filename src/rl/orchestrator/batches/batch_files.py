@@ -2,8 +2,9 @@
 ones."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -76,6 +77,20 @@ def state_after(run_dir: RunDir, step: int) -> OrchestratorState:
         ) from None
 
 
+def commit(
+    run_dir: RunDir, batch: TrainBatch, lines: bytes, state: Any, fence: Callable[[], None]
+) -> None:
+    """Writes the rollouts, then the batch with the state after it. Renaming the batch file to its
+    final name is the commit. Raises RunError if the batch exists already, and what `fence` raises.
+    """
+    path = run_dir.batch(batch.step)
+    if path.exists():
+        fence()
+        raise TakenError(path)  # before rollouts are overwritten
+    write_rollouts(run_dir.rollouts(batch.step), lines, fence)
+    write_batch(path, batch, state, fence)
+
+
 class BatchFiles:
     """The files of a run's batches and rollouts. Lists the checkpoints at each commit, but
     neither batches nor rollouts, of which a run has as many as steps."""
@@ -111,8 +126,8 @@ class BatchFiles:
     def commit(
         self, step: int, settled: list[Group], state: OrchestratorState, counts: Mapping[str, float]
     ) -> None:
-        """Writes the rollouts of all groups, then the batch of those that are trained, with its
-        metrics and `counts` in the state. Renaming the batch file to its final name is the commit.
+        """Commits the batch of the groups that are trained, with its metrics and `counts` in the
+        state, and the rollouts of all groups.
 
         Advantages become final here. A large batch takes seconds. Raises RunError if the batch
         exists already, or if another process has taken over the role.
@@ -127,13 +142,9 @@ class BatchFiles:
             state.metrics = batch_metrics(step, settled, self.mask_truncated, self.rules) | {
                 **counts
             }
-            path = self.run_dir.batch(step)
-            if path.exists():
-                self.fence()
-                raise TakenError(path)  # before rollouts are overwritten
+            batch = TrainBatch(step=step, samples=samples)
             lines = rollout_lines(settled, step, self.mask_truncated)
-            write_rollouts(self.run_dir.rollouts(step), lines, self.fence)
-            write_batch(path, TrainBatch(step=step, samples=samples), state, self.fence)
+            commit(self.run_dir, batch, lines, state, self.fence)
 
     def put_away(self, step: int) -> None:
         """Deletes the batches and rollouts that the settings do not keep, and compresses old

@@ -25,7 +25,6 @@ import msgspec
 from rl.orchestrator.groups.functions import in_thread
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
-    MAX_KILLS,
     EnvLostError,
     GroupPlay,
     PoolWorker,
@@ -151,31 +150,15 @@ class WorkerPool:
 
     async def sizes(self, timeout_s: float) -> dict[str, Ready]:
         """Waits until every worker has loaded its environment. Raises RunError if one cannot."""
-        result = {}
+        sizes: dict[str, Ready] = {}
         self._watch(self._check_workers())
-        for worker_id in list(self.workers):
-            ready = await self._first_ready(worker_id, timeout_s)
-            env = self.workers[worker_id].setup.env.name
-            if ready.notice and env not in result:
+        for worker in [*self.workers.values()]:
+            ready, env = await wait_ready(worker, timeout_s), worker.setup.env.name
+            if ready.notice and env not in sizes:
                 log.warning("environment %s: %s", env, ready.notice)
-            result[env], self.scores_groups[env] = ready, ready.scores_groups
-            self._watch(self._revive(self.workers[worker_id], timeout_s))
-        return result
-
-    async def _first_ready(self, worker_id: str, timeout_s: float) -> Ready:
-        """Waits for a worker; one killed by a signal is restarted, as it would be later in the
-        run."""
-        for attempt in range(1, MAX_KILLS + 1):
-            worker = self.workers[worker_id]
-            try:
-                return await wait_ready(worker, timeout_s)
-            except RunError as error:
-                if attempt == MAX_KILLS or (worker.child.exit_code or 0) >= 0:
-                    raise
-                log.warning("%s: it is restarted", error)
-                self._end(worker)
-                self.start(worker.setup, warm=False)
-        raise AssertionError
+            sizes[env], self.scores_groups[env] = ready, ready.scores_groups
+            self._watch(self._revive(worker, timeout_s))
+        return sizes
 
     def _watch(self, work: Any) -> None:
         task = asyncio.create_task(work)

@@ -15,7 +15,7 @@ from rl.homes.home import home_of, unmet
 from rl.homes.needs import WORKER
 from rl.system.children import Child
 from rl.system.credentials import redact
-from rl.system.errors import RunError
+from rl.system.errors import RESTART, RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, Ready, WorkerSetup
 
@@ -178,7 +178,8 @@ async def wait_ready(worker: PoolWorker, timeout_s: float) -> Ready:
         )
     raise RunError(
         f"the worker of environment {name} ended with code {code} while loading it{remedy}; "
-        f"{path} ends:\n{log_end}"
+        f"{path} ends:\n{log_end}",
+        RESTART if code < 0 else None,  # a signal: the machine's trouble, which may pass
     )
 
 

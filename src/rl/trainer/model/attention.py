@@ -26,8 +26,8 @@ from rl.system.errors import RunError
 from rl.trainer.model import flex
 from rl.trainer.model.blocks import (
     Block,
+    BlockPlan,
     Bundle,
-    Plan,
     bundled,
     cut_blocks,
     is_unbranched,
@@ -60,7 +60,7 @@ class TreeMask:
         (context parallelism)."""
         self.windows: set[int | None] = set()
         """Windows that layers have asked for; None for a layer without a window."""
-        self._plans: dict[tuple[int | None, torch.dtype, int, int], Plan] = {}
+        self._plans: dict[tuple[int | None, torch.dtype, int, int], BlockPlan] = {}
         self._flex: dict[int | None, BlockMask] = {}
 
     def dense(self, window: int | None = None) -> Tensor:
@@ -73,7 +73,7 @@ class TreeMask:
         seen = (k <= q) & (q < self.subtree_ends[k])
         return seen if window is None else seen & (self.positions[q] - self.positions[k] < window)
 
-    def plan(self, window: int | None, dtype: torch.dtype, heads: int, group: int) -> Plan:
+    def plan(self, window: int | None, dtype: torch.dtype, heads: int, group: int) -> BlockPlan:
         """Returns the plan for all queries, with masks of type `dtype`."""
         key = (window, dtype, heads, group)
         if key not in self._plans:
@@ -183,7 +183,7 @@ class BlockAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        plan: Plan,
+        plan: BlockPlan,
         scale: float,
         cap: float,
     ) -> Tensor:
@@ -254,7 +254,7 @@ class BlockAttention(torch.autograd.Function):
         )
 
 
-def bundles_of(plan: Plan, heads: int, *slots: Tensor) -> Iterator[tuple[Any, ...]]:
+def bundles_of(plan: BlockPlan, heads: int, *slots: Tensor) -> Iterator[tuple[Any, ...]]:
     """Yields each bundle with its part of each tensor of slots [N, D], as [heads B, G q, D]."""
     counts = [len(bundle.mask) * heads for bundle in plan.bundles]
     sizes = [

@@ -50,7 +50,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """All queries of a row in bundles, for `heads` key heads, each shared by `group` query heads.
 
     A slot is one query of one head in the padded bundles. Slots are ordered by bundle, key head,
@@ -152,7 +152,7 @@ def padded_mask(masks: list[Tensor]) -> Tensor:
     return padded
 
 
-def make_plan(bundles: list[list[Block]], heads: int, group: int) -> Plan:
+def make_plan(bundles: list[list[Block]], heads: int, group: int) -> BlockPlan:
     """Computes the masks of the bundles, and the indices of their queries, keys and results."""
     device = bundles[0][0].mask.device
     of_heads = np.arange(heads * group).reshape(heads, 1, group, 1)
@@ -174,4 +174,4 @@ def make_plan(bundles: list[list[Block]], heads: int, group: int) -> Plan:
     slot = np.concatenate(slots)
     real, padding = np.flatnonzero(slot >= 0), np.flatnonzero(slot < 0)
     indices = (slot.clip(0), real[np.argsort(slot[real])], padding)
-    return Plan(plans, *(torch.from_numpy(array).to(device) for array in indices), group)
+    return BlockPlan(plans, *(torch.from_numpy(array).to(device) for array in indices), group)

@@ -53,11 +53,9 @@ def set_mode(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, compil
     """Makes the policy compute in a mode, with compiled layers and recomputed activations as
     configured. Raises RunError if its attention cannot be replaced, and other errors if
     transformers refuses to."""
-    name = mode if mode == "eager" else f"rl_{mode}"
     if mode == "unpacked":
-        name = "sdpa" if model._supports_sdpa else "eager"
-    model.set_attn_implementation(name)
-    if mode != "unpacked" and model.config._attn_implementation != name:
+        set_attention(model, "sdpa" if model._supports_sdpa else "eager")
+    elif not set_attention(model, mode if mode == "eager" else f"rl_{mode}"):
         raise RunError("its attention cannot be replaced")
     model.get_output_embeddings().forward.mode = mode
     for experts in experts_of(model).values() if compiles else ():
@@ -75,6 +73,14 @@ def set_mode(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, compil
                     checkpoint, forward, use_reentrant=False, preserve_rng_state=False
                 )
             layer.forward = forward
+
+
+def set_attention(model: PreTrainedModel, name: str) -> bool:
+    """Has the model use an attention of transformers, unless its class has its own. Returns
+    whether it does."""
+    if model._can_set_attn_implementation():  # else transformers warns
+        model.set_attn_implementation(name)
+    return model.config._attn_implementation == name
 
 
 def call(

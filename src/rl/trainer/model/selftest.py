@@ -12,19 +12,16 @@ kernels for each type, so they are tested in the run's type too. Windows that ex
 are narrowed meanwhile.
 """
 
-import gc
-import io
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
@@ -37,6 +34,7 @@ from rl.trainer.model.modes import (
     call,
     is_compiled,
     possible_modes,
+    set_attention,
     set_mode,
     turn_off_randomness,
 )
@@ -134,7 +132,6 @@ def choose_mode(
         # what the test has compiled must not count towards the limit of compilations
         torch._dynamo.reset()
     set_mode(model, settings, mode, is_compiled(settings, mode))
-    gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # so that a server on the same GPU can use the memory
     if world.is_main:
@@ -186,13 +183,12 @@ class SelfTest:
         return self.try_mode(mode, self.dtype, compiles)
 
     def try_mode(self, mode: Mode, dtype: torch.dtype, compiles: bool) -> str:
-        compute_in(self.model, dtype)
+        compute_in(self.model, dtype, is_test=True)
         if dtype not in self.alone:
             self.alone[dtype] = self.compute_alone(dtype)
         alone, difference, reason = self.alone[dtype], math.inf, ""
         try:
-            with quiet():
-                set_mode(self.model, self.settings, mode, compiles)
+            set_mode(self.model, self.settings, mode, compiles)
             difference = max(self.compare(row) for row in self.rows(alone, mode))
         except MODEL_ERRORS as error:
             let_pass(error)
@@ -210,9 +206,8 @@ class SelfTest:
         """Computes each sample alone. Raises RunError for a model that is not causal or not
         complete."""
         try:
-            with quiet():
-                set_mode(self.model, self.settings, "unpacked", False)
-                self.model.set_attn_implementation("eager")  # others ignore caps
+            set_mode(self.model, self.settings, "unpacked", False)
+            set_attention(self.model, "eager")  # others ignore caps
             self.model.eval()
             scores = [self.logits(ids).log_softmax(-1) for ids in self.ids]
         except MODEL_ERRORS as error:
@@ -339,15 +334,3 @@ def let_pass(error: Exception) -> None:
     a GPU. It then ends this process, and the launcher the others."""
     if is_out_of_memory(error) or isinstance(error, dist.DistError | torch.AcceleratorError):
         raise error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppresses what transformers says about an attention that cannot be set."""
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(before)

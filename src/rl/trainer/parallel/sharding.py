@@ -154,9 +154,10 @@ def reshard(model: PreTrainedModel) -> None:
             module.reshard()
 
 
-def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def compute_in(model: PreTrainedModel, dtype: torch.dtype, is_test: bool = False) -> None:
     """Makes the sharded model compute in another type from its next pass on. FSDP has no other way
-    to change what it gathers weights as."""
+    to change what it gathers weights as. In a test each layer's weights are freed behind it, also
+    where training keeps them."""
     assert isinstance(model, FSDPModule)
     if model._get_fsdp_state()._is_root is not None:
         model.reset_iter_state()
@@ -165,6 +166,8 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
             state = module._get_fsdp_state()
             state._mp_policy = replace(state._mp_policy, param_dtype=dtype)
             for group in state._fsdp_param_groups:
+                usual = vars(group).setdefault("usual_mesh_info", group.post_forward_mesh_info)
+                group.post_forward_mesh_info = group.mesh_info if is_test else usual
                 group.mp_policy = state._mp_policy
                 group._init_mp_dtypes()
                 for parameter in group.fsdp_params:

@@ -32,7 +32,7 @@ function Machine({ run, machine, logs }) {
   return html`<tr><th scope="row">${machine.index}</th><td class=${`nowrap ${machine.state === "lost" ? "bad" : machine.state === "live" ? "good" : "faint"}`}>${STATES[machine.state]}</td>
     <td>${machine.does}${machine.facts && html`<div class="faint small">${machine.facts}</div>`}</td><td>${machine.host}</td>
     <td>${machine.processes.map((name, i) => html`${i > 0 && ", "}${logs.includes(name) ? html`<a key=${name} href=${link("health", { run: [run], process: name })}>${name}</a>` : name}`)}</td>
-    <td class="faint right nowrap">${machine.since ? ago(machine.since) : ""}</td><td class="faint right nowrap">${machine.heard ? ago(machine.heard) : ""}</td></tr>`;
+    <td class="faint right nowrap">${machine.since ? ago(machine.since) : ""}</td><td class="faint right nowrap">${machine.last_sign ? ago(machine.last_sign) : ""}</td></tr>`;
 }
 
 /** @param {{run: string, finding: import("./types").Finding}} props */

@@ -13,7 +13,7 @@ export function Runs({ answer, late, chosen, values }) {
   const runs = answer.data?.runs;
   if (!runs) return html`<p class="empty">Looking for runs …</p>`;
   if (!runs.length) {
-    return html`<div class="empty"><p>There are no runs in ${answer.data?.place}.</p>
+    return html`<div class="empty"><p>There are no runs in ${answer.data?.folders}.</p>
       <p>Start one: <code>uv run rl @ configs/quickstart.toml</code>. It will appear here automatically.</p></div>`;
   }
   const toggle = (/** @type {string} */ key) => go(link("runs", { ...values, run: chosen.includes(key) ? chosen.filter((one) => one !== key) : [...chosen, key] }), true);
@@ -21,7 +21,7 @@ export function Runs({ answer, late, chosen, values }) {
   const compared = runs.filter((run) => chosen.includes(run.key)).map((run) => run.key);
   return html`
     <div class="bar">
-      <h1>Runs</h1><span class="faint">${plural(runs.length, "run")} in ${answer.data?.place}</span><span class="grow"></span>
+      <h1>Runs</h1><span class="faint">${plural(runs.length, "run")} in ${answer.data?.folders}</span><span class="grow"></span>
       <${Entry} label="Search runs" hide=${true} name="q" value=${values.q} search=${true} type="search" placeholder="Search runs  /" />
       <button class="primary" disabled=${compared.length < 2} onClick=${() => go(link("compare", { run: compared }))}>
         Compare${compared.length > 1 ? ` ${compared.length}` : ""}</button>
@@ -55,8 +55,8 @@ function Row({ run, chosen, toggle }) {
 
 /** What a run is doing, or when and how it ended. @param {RunRow} run */
 function said(run) {
-  if (run.state === "live" || !run.heard) return run.why;
-  return run.state === "ended" ? ago(run.heard) : `${ago(run.heard)}: ${run.why}`;
+  if (run.state === "live" || !run.last_sign) return run.why;
+  return run.state === "ended" ? ago(run.last_sign) : `${ago(run.last_sign)}: ${run.why}`;
 }
 
 /** @param {{one: import("./types").EvalChange, alone: boolean}} props */

@@ -2,7 +2,7 @@
 
 export interface Runs {
   runs: RunRow[];
-  place: string;
+  folders: string;
 }
 
 export interface RunRow {
@@ -21,7 +21,7 @@ export interface RunRow {
   lag: number | null;
   tokens_per_s: number | null;
   seconds: number;
-  heard: number;
+  last_sign: number;
   changed: number;
   bytes: number;
 }
@@ -273,7 +273,7 @@ export interface MachineRow {
   facts: string;
   state: "absent" | "leaving" | "live" | "lost";
   since: number | null;
-  heard: number | null;
+  last_sign: number | null;
   processes: string[];
 }
 
