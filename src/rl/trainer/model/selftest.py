@@ -12,7 +12,6 @@ kernels for each type, so they are tested in the run's type too. Windows that ex
 are narrowed meanwhile.
 """
 
-import gc
 import math
 import sys
 from collections.abc import Iterator
@@ -138,7 +137,6 @@ def choose_mode(
         # what the test has compiled must not count towards the limit of compilations
         torch._dynamo.reset()
     set_mode(model, settings, mode, is_compiled(settings, mode))
-    gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()  # so that a server on the same GPU can use the memory
     if world.is_main:
