@@ -38,6 +38,7 @@ from rl.models.chat import Message, Tool
 from rl.run_dir import spans
 from rl.system.functions import Blame, as_number, described, returned
 from rl.wire.rollouts import Episode, Rollout, Split
+from rl.wire.turns import Turns
 from rl.wire.worker_messages import EnvSpec, PlayGroup
 
 CACHED_TASKS = 256
@@ -77,7 +78,7 @@ class Play:
     """A rollout while it is generated and scored."""
 
     task: Task
-    client: ClassicClient | None
+    client: ClassicClient | None = None
     """None if an endpoint plays."""
     state: dict[str, Any] = field(default_factory=dict)
     failure: RolloutError | None = None
@@ -106,14 +107,9 @@ class ClassicEnvironment:
     notice = ""
 
     def __init__(self, spec: EnvSpec, policy: Policy):
-        self.spec = spec
-        self.policy = policy
+        self.spec, self.policy = spec, policy
         self.generating, self.scoring = places(spec.max_generating), places(spec.max_scoring)
-        self.name = (
-            f"environment {spec.id} with args {spec.args}"
-            if spec.id
-            else f"environment {spec.name}"
-        )
+        self.name = f"environment {f'{spec.id} with args {spec.args}' if spec.id else spec.name}"
         datasets.disable_progress_bars()
         with kept_signal_handlers():
             self.env, tasks = (load_package(spec, self.name), None) if spec.id else load_rows(spec)
@@ -133,10 +129,10 @@ class ClassicEnvironment:
                     f"every reward of {path or spec.name} is 0, as no function has a weight or "
                     "score_rollouts is false. "
                 )
-        base = next(
-            base for base in type(self.env).__mro__ if base.__module__.startswith("verifiers.")
-        )
-        self.kind = f"classic {base.__name__}"
+        bases = [
+            kind for kind in type(self.env).__mro__ if kind.__module__.startswith("verifiers.")
+        ]
+        self.kind = f"classic {bases[0].__name__}"
         self._task = functools.lru_cache(CACHED_TASKS)(
             lambda split, index: self._routed(self.env, self.splits[split][index], "")
         )
@@ -146,15 +142,10 @@ class ClassicEnvironment:
     def _load_data(self) -> dict[Split, Any]:
         """Builds the data sets, which may be lazy. Rows are plain Python, read when they are
         played."""
-        with Blame(
-            f"{self.name}: its data set",
-            "check orchestrator.environment.args and the environment itself",
-        ):
-            train, held_out = self.env.build_dataset(), self.env.build_eval_dataset()
-            return {
-                "train": train.with_format(None) if train else [],
-                "eval": held_out.with_format(None) if held_out else [],
-            }
+        remedy = "check orchestrator.environment.args and the environment itself"
+        with Blame(f"{self.name}: its data set", remedy):
+            data = {"train": self.env.build_dataset(), "eval": self.env.build_eval_dataset()}
+            return {split: rows.with_format(None) if rows else [] for split, rows in data.items()}
 
     def num_tasks(self, split: Split) -> int:
         return len(self.splits[split])
@@ -169,21 +160,12 @@ class ClassicEnvironment:
 
     def task(self, split: Split, index: int) -> dict[str, Any]:
         task = self._task(split, index)
-        prompt = task.row["prompt"]
-        result: dict[str, Any] = {
-            "prompt": prompt
-            if isinstance(prompt, str)
-            else [chat_message(message) for message in prompt]
-        }
-        if tools := task.tools:
-            result["tools"] = tools
-        if task.member:
-            result["member"] = task.member.rstrip("/")
-        columns = task.row.get(COLUMNS, task.row)
-        result |= {key: value for key, value in columns.items() if key not in ("prompt", "info")}
-        if task.info:
-            result["info"] = task.info
-        return json.loads(json.dumps(result, default=str))
+        prompt, columns = task.row["prompt"], task.row.get(COLUMNS, task.row)
+        shown = {"prompt": prompt if isinstance(prompt, str) else [*map(chat_message, prompt)]}
+        optional = {"tools": task.tools, "member": task.member.rstrip("/"), "info": task.info}
+        shown |= {key: value for key, value in columns.items() if key not in ("prompt", "info")}
+        shown |= {key: value for key, value in optional.items() if value}
+        return json.loads(json.dumps(shown, default=str))
 
     def describe(self) -> dict[str, Any]:
         about: dict[str, Any] = {
@@ -191,15 +173,11 @@ class ClassicEnvironment:
         }
         if self.spec.id:
             about["arguments"] = load_arguments(self.spec.id, self.spec.args)
-        about |= {"train tasks": self.num_tasks("train"), "eval tasks": self.num_tasks("eval")}
+        about |= {f"{split} tasks": len(rows) for split, rows in self.splits.items()}
         about["scores groups"] = self.scores_groups
-        if isinstance(self.env, vf.EnvGroup):
-            return about | {
-                "members": {
-                    name.rstrip("/"): describe_one(env) for name, env in self.leaves.items()
-                }
-            }
-        return about | describe_one(self.env)
+        members = {name.rstrip("/"): describe_one(env) for name, env in self.leaves.items()}
+        is_group = isinstance(self.env, vf.EnvGroup)
+        return about | ({"members": members} if is_group else members[""])
 
     def prompt_ids(self, split: Split, index: int) -> list[int]:
         task = self._task(split, index)
@@ -207,9 +185,7 @@ class ClassicEnvironment:
         messages = [{"role": "text", "content": prompt}] if isinstance(prompt, str) else prompt
         if task.completion_style:
             return self.policy.renderer.text_ids(completion_prompt(messages))
-        return self.policy.renderer.prompt_ids(
-            [chat_message(message) for message in messages], task.tools
-        )
+        return self.policy.renderer.prompt_ids([*map(chat_message, messages)], task.tools)
 
     async def start(self) -> None:
         """Does nothing: the environment itself starts what episodes need."""
@@ -233,20 +209,15 @@ class ClassicEnvironment:
     async def _generate(self, task: Task, order: PlayGroup) -> Play:
         """Plays up to the scoring. Records a failure with a known cause in the result; raises
         any other."""
-        play, endpoint = Play(task, None), self.policy.endpoint
-        asked = task.env.sampling_args | {
-            key: value for key, value in order.sampling.items() if value is not None
-        }
+        play, endpoint, model = Play(task), self.policy.endpoint, "policy"
+        asked = {key: value for key, value in order.sampling.items() if value is not None}
+        asked = task.env.sampling_args | asked
         sampling = {key: asked[key] for key in SAMPLING_KEYS if asked.get(key) is not None}
         if endpoint:
-            client, model, sampling = (
-                self.endpoint_clients[task.completion_style],
-                endpoint.model,
-                endpoint_sampling(sampling),
-            )
+            client, model = self.endpoint_clients[task.completion_style], endpoint.model
+            sampling = endpoint_sampling(sampling)
         else:
-            client, model = ClassicClient(self.policy, order, task.completion_style), "policy"
-            play.client = client
+            client = play.client = ClassicClient(self.policy, order, task.completion_style)
             TALKS.get([]).append(client)
         try:
             async with limited(self.generating, self.spec.timeout_s, "generating the rollout"):
@@ -281,12 +252,9 @@ class ClassicEnvironment:
         failed = next((play.failure for play in plays if play.failure), None)
         try:
             if failed:
-                also = RolloutError(
-                    failed.cause,
-                    f"not scored, because another rollout of its group failed: {failed}",
-                )
+                also = f"not scored, because another rollout of its group failed: {failed}"
                 for play in plays:
-                    play.failure = play.failure or also
+                    play.failure = play.failure or RolloutError(failed.cause, also)
             elif not all(play.is_empty for play in plays):
                 async with limited(self.scoring, self.spec.timeout_s, "scoring the rollout"):
                     with spans.span("score", "scoring"):
@@ -319,16 +287,16 @@ class ClassicEnvironment:
 def as_rollout(play: Play) -> Rollout:
     """Converts a finished or failed play to a Rollout."""
     client, state, failure = play.client, play.state, play.failure
-    turns = client.kept_turns(state.get("trajectory") or []) if client else []
+    turns = client.kept_turns(state.get("trajectory") or []) if client else Turns()
     prompt, answered = messages_of(state) if state else client.messages() if client else ([], [])
+    stop = "timeout" if failure and failure.cause == "timeout" else "error" if failure else ""
+    cut = any(answer.finish_reason == "length" for answer in turns.answers)
     rollout = Rollout(
         turns=turns,
         text=[*prompt, *answered],
         num_prompt_messages=len(prompt),
-        stop=state.get("stop_condition")
-        or ("" if not failure else "timeout" if failure.cause == "timeout" else "error"),
-        truncated=bool(state.get("is_truncated"))
-        or any(answer.finish_reason == "length" for answer in getattr(turns, "answers", turns)),
+        stop=state.get("stop_condition") or stop,
+        truncated=bool(state.get("is_truncated")) or cut,
         overlong=play.overlong,
     )
     if state and not client:
@@ -364,15 +332,11 @@ def metrics_of(play: Play, scoring: Scoring) -> dict[str, float]:
 def messages_of(state: dict[str, Any]) -> tuple[list[Message], list[Message]]:
     """Prompt and completion in chat API form."""
     prompt, completion = state.get("prompt") or [], state.get("completion") or []
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    completion = (
-        [{"role": "assistant", "content": completion}]
-        if isinstance(completion, str)
-        else completion
-    )
-    return [chat_message(message) for message in prompt], [
-        chat_message(message) for message in completion
-    ]
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(completion, str):
+        completion = [{"role": "assistant", "content": completion}]
+    return [*map(chat_message, prompt)], [*map(chat_message, completion)]
 
 
 def cause_chain(error: BaseException | None) -> Iterator[BaseException]:
