@@ -155,7 +155,7 @@ def test_what_a_reward_file_says_it_needs(tmp_path, block, needs):
     [
         (
             '{id = "a", python = "/x", requirements = ["b"]}',
-            "python names an interpreter that you manage; leave one out",
+            "which it does not with python; leave one out",
         ),
         (
             '{dataset = "x.jsonl", reward = "r.py:f", kind = "v1"}',

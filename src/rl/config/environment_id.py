@@ -158,26 +158,16 @@ def module_place(path: Path) -> Path | None:
     """Returns the directory to import the module of folder NAME from: NAME/name.py, NAME/name/,
     NAME/src/name/ or NAME/__init__.py."""
     module = module_name(path.name)
-    return next(
-        (
-            directory
-            for directory in (path, path / "src", path.parent)
-            if module_file(directory, module)
-        ),
-        None,
-    )
+    for directory in (path, path / "src", path.parent):
+        if module_file(directory, module):
+            return directory
+    return None
 
 
 def module_file(directory: Path, module: str) -> Path | None:
     """Returns the file of a module or package in a directory; None if there is none."""
-    return next(
-        (
-            path
-            for path in (directory / f"{module}.py", directory / module / "__init__.py")
-            if path.is_file()
-        ),
-        None,
-    )
+    files = directory / f"{module}.py", directory / module / "__init__.py"
+    return next(filter(Path.is_file, files), None)
 
 
 def here(env_id: str) -> Source:
@@ -186,22 +176,16 @@ def here(env_id: str) -> Source:
     name, _, version = env_id.partition("@")
     module = module_name(name)
     if module.isidentifier():
-        places = [
-            Path.cwd(),
-            *map(Path, filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))),
-        ]
         if not version:
-            for directory in places:
+            python_path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+            for directory in (Path.cwd(), *map(Path, python_path)):
                 if path := module_file(directory, module):
                     return Source("module", module, name, path=path.resolve())
             for path in (Path("environments") / name, Path("environments") / module):
                 if path.is_dir():
                     return folder(f"./{path}")
-        installed = [
-            match
-            for match in installed_as(name)
-            if not version or match.endswith((f"@{version}", f"=={version}"))
-        ]
+        ends = (f"@{version}", f"=={version}") if version else ""
+        installed = [source for source in installed_as(name) if source.endswith(ends)]
         if len(installed) == 1:
             return read_id(installed[0])
         if installed:
@@ -213,16 +197,11 @@ def here(env_id: str) -> Source:
             return Source("bundled", module, module)
     paths = [*Path.cwd().glob("*.py"), *Path("environments").glob("*")]
     near = nearest(name, [*BUNDLED, *(path.stem for path in paths)])
-    meant = f"did you mean {near}? Else " if near else ""
-    looked = (
-        f"no ./{module}.py, no ./environments/{name}, and nothing of that name in {homes_root()}"
-    )
-    ways = (
-        f"`rl env install owner/{name}` from the Environments Hub, `rl env install pypi:{name}` "
-        "from the package index"
-    )
     raise RunError(
-        f"environment {env_id} is not installed: there is {looked}; {meant}{ways}, or give the "
+        f"environment {env_id} is not installed: there is no ./{module}.py, no "
+        f"./environments/{name}, and nothing of that name in {homes_root()}; "
+        f"{f'did you mean {near}? Else ' if near else ''}`rl env install owner/{name}` from the "
+        f"Environments Hub, `rl env install pypi:{name}` from the package index, or give the "
         "./FOLDER of one of your own"
     )
 
