@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rl.commands.recipe_file import RECIPES, Recipe, names, read
+from rl.commands.recipe import RECIPES, Recipe, names, read
 from rl.config.command_line import read_toml
 from rl.system.errors import ConfigError
 

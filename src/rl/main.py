@@ -6,6 +6,7 @@ rl.orchestrator.main, rl.inference.main
 """
 
 import importlib
+import io
 import os
 import shutil
 import subprocess
@@ -30,21 +31,17 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
     """Runs a subcommand and returns its exit code, 1 for a RunError. Exits with 2 if `word` is
     not a command, or for a ConfigError."""
     if word not in COMMANDS:
-        close = nearest(word, COMMANDS)
-        setting = f"rl --{word.replace('=', ' ', 1)}" if "=" in word else ""
-        meant = (
-            f"rl @ {word}"
-            if word.endswith(".toml")
-            else setting or (f"rl {close}" if close else "")
-        )
+        near = nearest(word, COMMANDS)
+        meant = f"rl {near}" if near else ""
+        if word.endswith(".toml"):
+            meant = f"rl @ {word}"
+        elif "=" in word:
+            meant = f"rl --{word.replace('=', ' ', 1)}"
         others = (
-            f"a file is given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"
+            f"files are given as `@ FILE`, the commands are {', '.join(COMMANDS)}; see rl --help"
         )
-        fail(
-            "rl",
-            f"{word}: no such command; "
-            + (f"did you mean `{meant}`? ({others})" if meant else others),
-        )
+        remedy = f"did you mean `{meant}`? ({others})" if meant else others
+        fail("rl", f"{word}: no such command; {remedy}")
     program = f"rl {word}"
     try:
         return importlib.import_module(COMMANDS[word][0]).main(args, children)
@@ -77,6 +74,8 @@ def main() -> int:
     """Runs `rl` and returns its exit code."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - None after `>&-`
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # also into a file: others follow it
     mend_vllm_cpu()
     spare_loopback()
     args, children = sys.argv[1:], Children()

@@ -1,9 +1,6 @@
 """What is said about an export that cannot be, before anything is loaded;
 tests/trainer/test_export.py has the exports."""
 
-import subprocess
-import sys
-
 import pytest
 
 from rl.config.command_line import build, parse_args, to_toml
@@ -96,11 +93,3 @@ def test_directories_that_must_not_be_written(run, tmp_path, capsys):
     (tmp_path / "link").symlink_to("base")
     for to in (tmp_path / "base", tmp_path / "photos" / ".." / "base", tmp_path / "link"):
         assert "is the base model of the run" in fault(capsys, run, "--to", to, "--overwrite")
-
-
-def test_help_says_it_without_torch():
-    code = "import sys, rl.main; code = rl.main.main(); sys.exit(code or 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "export", "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and "usage: rl export RUN[@STEP] --to DIR" in done.stdout

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rl.commands import recipe
 from rl.commands import recipe as command
-from rl.commands import recipe_file
 from rl.commands.recipe import run_stage
 from rl.run_dir.metrics import MetricsLog
 from tests.commands.driver import called, start, words
@@ -30,8 +30,8 @@ def recipes(tmp_path, monkeypatch):
         'name = "last"\nmax_steps = 20\n[orchestrator.environment]\nid = "adding"\n'
     )
     (tmp_path / "environments" / "adding").mkdir(parents=True)
-    monkeypatch.setattr(recipe_file, "RECIPES", tmp_path / "recipes")
-    monkeypatch.setattr(recipe_file, "ENVIRONMENTS", tmp_path / "environments")
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(recipe, "ENVIRONMENTS", tmp_path / "environments")
     monkeypatch.chdir(tmp_path)
     return folder
 
@@ -88,7 +88,7 @@ def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
 
 
 def test_a_copy_and_how_it_is_trained(recipes, capsys, monkeypatch):
-    monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
+    monkeypatch.setattr(recipe, "IS_INSTALLED", True)
     assert called(capsys, "recipe", "sums", "--to", "my sums") == (
         0,
         """\
@@ -236,7 +236,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
         )
     )
     monkeypatch.setenv("RL_TOKEN", "0123456789abcdef")
-    monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
+    monkeypatch.setattr(recipe, "IS_INSTALLED", True)
     lines = called(capsys, *words("recipe sums --to x"))[1].splitlines()
     assert lines[-4:] == [
         "export RL_TOKEN=$(openssl rand -hex 16)",
@@ -279,8 +279,8 @@ def test_a_signal_ends_the_stage_first(recipes, tmp_path):
     )
     stage.chmod(0o755)
     code = f"""
-import sys; from pathlib import Path; from rl.commands import recipe, recipe_file; from rl.main import main
-recipe_file.RECIPES, recipe_file.ENVIRONMENTS = Path({str(recipes.parent)!r}), Path({str(tmp_path / "environments")!r})
+import sys; from pathlib import Path; from rl.commands import recipe; from rl.main import main
+recipe.RECIPES, recipe.ENVIRONMENTS = Path({str(recipes.parent)!r}), Path({str(tmp_path / "environments")!r})
 recipe.PYTHON = ({str(stage)!r},)
 sys.exit(main())
 """

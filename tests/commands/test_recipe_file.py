@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl.commands import recipe_file
-from rl.commands.recipe_file import CLONE, ENVIRONMENTS, RECIPES, copy, names, program, read
+from rl.commands import recipe
+from rl.commands.recipe import CLONE, ENVIRONMENTS, RECIPES, copy, names, program, read
 from rl.system.errors import ConfigError, RunError
 
 SOUND = """
@@ -32,8 +32,8 @@ def recipes(tmp_path, monkeypatch):
         (folder / "run.toml").write_text('name = "last"\n')
     (tmp_path / "environments" / "adding" / "__pycache__").mkdir(parents=True)
     (tmp_path / "environments" / "adding" / "adding.py").write_text("")
-    monkeypatch.setattr(recipe_file, "RECIPES", tmp_path / "recipes")
-    monkeypatch.setattr(recipe_file, "ENVIRONMENTS", tmp_path / "environments")
+    monkeypatch.setattr(recipe, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(recipe, "ENVIRONMENTS", tmp_path / "environments")
     return tmp_path / "recipes"
 
 
@@ -134,5 +134,5 @@ def test_rl_is_run_by_uv_in_a_clone_and_as_it_is_from_a_wheel(tmp_path, monkeypa
         program(CLONE / "sums") == "uv run rl"
         and program(tmp_path / "sums") == f"uv run --project {CLONE} rl"
     )
-    monkeypatch.setattr(recipe_file, "IS_INSTALLED", True)
+    monkeypatch.setattr(recipe, "IS_INSTALLED", True)
     assert program(tmp_path / "sums") == "rl"

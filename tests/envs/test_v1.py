@@ -13,7 +13,6 @@ from aiohttp import web
 from rl.envs import load as adapters
 from rl.envs.environment import check_prompts
 from rl.envs.load import is_v1
-from rl.envs.policy import RolloutError
 from rl.envs.v1.environment import EndlessTasks, V1Environment
 from rl.envs.v1.harness import HARNESS_ID
 from rl.models.chat import RendererError
@@ -297,17 +296,6 @@ def test_a_judge_that_is_down_is_a_failed_rollout():
     )
 
 
-def test_a_deadline_ends_an_episode_and_frees_its_place():
-    env = load("v1-echo", args={"task": {"fail": "hang"}}, timeout_s=0.2, max_generating=1)
-    for failed in play(env, order(0), order(1)):
-        assert (
-            isinstance(failed, RolloutError)
-            and failed.cause == "timeout"
-            and "0.2 s" in str(failed)
-        )
-    assert not env.active
-
-
 def test_a_prompt_without_room_ends_the_talk_and_is_no_error():
     [[at_once]] = play(load("v1-echo", StubPolicy(max_model_len=10)))
     assert at_once.overlong and at_once.truncated and not at_once.error and at_once.turns == []
@@ -319,27 +307,6 @@ def test_a_prompt_without_room_ends_the_talk_and_is_no_error():
         and not later.error
         and later.stop == "context_length"
     )
-
-
-def test_a_prompt_that_does_not_continue_begins_a_new_sample():
-    policy = saying("seven")
-    whole = policy.renderer.prompt_ids
-    policy.renderer.next_prompt_ids = lambda *args: None
-    # as a template that drops what was before
-    policy.renderer.prompt_ids = lambda messages, tools=None: whole(messages[-1:], tools)
-    [[rollout]] = play(load("v1-guess", policy))
-    assert not rollout.error and len(rollout.turns.chains) == len(rollout.turns) == 3
-
-
-def test_so_many_episodes_at_once_as_allowed():
-    async def slow(prompt):
-        await asyncio.sleep(0.02)
-        return "ok"
-
-    policy = StubPolicy(slow)
-    env = load("v1-echo", policy, max_generating=3)
-    played = play(env, *(order(i % 4) for i in range(12)))
-    assert policy.servers.peak == 3 and not any(rollout.error for [rollout] in played)
 
 
 def test_splits():
@@ -560,17 +527,6 @@ def test_an_answer_that_comes_after_the_end_of_its_trace_is_not_trained():
     )
     assert len(policy.servers.asked) == 2 and rollout.overlong and not rollout.error
     assert ["".join(map(chr, turn.completion_ids)) for turn in rollout.turns] == ["on it"]
-
-
-def test_a_version_that_lacks_what_the_adapter_needs_is_told(monkeypatch):
-    # as if it lacked a module that the adapter imports
-    monkeypatch.setitem(sys.modules, "rl.envs.v1.environment", None)
-    with pytest.raises(
-        RunError,
-        match=r"environment x is v1, which needs verifiers>=0\.3\.1,<0\.5 .*; this interpreter has "
-        r"verifiers 0\.",
-    ):
-        adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
 
 
 def test_a_version_that_makes_its_clients_elsewhere_is_refused(monkeypatch):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl.models.tiny import make_tiny_model
+from rl.run_dir.checksums import Mirror
 from rl.system.errors import RunError
 from tests.families import CONFIGS
 from tests.inference.servers import (
@@ -36,8 +37,9 @@ def test_a_fault_of_any_engine_is_seen_before_any_of_them_swaps():
 
     engine = VersionedEngine.__new__(VersionedEngine)
     engine.engine_core = SimpleNamespace(core_engines=["first", "second"], _call_utility_async=call)
+    engine.read_timeout_s, engine.mirror = 60.0, Mirror()
     with pytest.raises(RunError, match="weights/000003: OSError: it is gone"):
-        asyncio.run(engine.stage(3, "weights/000003"))
+        asyncio.run(engine.stage(3, lambda: None, "weights/000003"))
     methods = [call[1:] for call in calls if call[0] == "first"]
     assert methods == [call[1:] for call in calls if call[0] == "second"]
     assert methods == [("stage_weights", "weights/000003"), ("staging_state",), ("forget_weights",)]
@@ -57,8 +59,7 @@ where each worker has whole experts."""
 @pytest.mark.parametrize("kind", SPLIT)
 def test_several_engines_and_several_workers(tmp_path, kind):
     """Every engine answers by the version that it says, before and after a load, and workers bit
-    for bit as those that were started with it; a version that one cannot read is loaded by none.
-    A worker of several does not read all."""
+    for bit as those that were started with it; a version that one cannot read is loaded by none."""
     config = CONFIGS["qwen3_moe"] | {"tie_word_embeddings": False} if kind == "experts" else None
     versions = [
         make_tiny_model(tmp_path / f"{version:06d}", config, version) for version in range(2)

@@ -2,7 +2,6 @@
 the requests they had."""
 
 import asyncio
-import heapq
 import subprocess
 import time
 from contextlib import AsyncExitStack
@@ -123,32 +122,6 @@ def test_a_session_stays_and_moves_when_its_server_is_gone():
     )
 
 
-def test_a_slow_server_gets_fewer_requests():
-    delays = {"slow": 0.3, "fast": 0.03, "as fast": 0.03}
-    balancer = Balancer()
-    balancer.update(delays)
-    answered = dict.fromkeys(delays, 0)
-    # (when, rollout, turn, the answer's server and request)
-    due = [(0.0, rollout, 0, None, None) for rollout in range(24)]
-    while due:
-        now, rollout, turn, server, flight = heapq.heappop(due)
-        if server is not None:
-            server.flights.remove(flight)
-            answered[server.url] += 1
-        if turn < 30:
-            server, flight = (
-                balancer.choose(rollout if turn % 2 else rollout + 100 * turn),
-                object(),
-            )
-            server.flights.add(flight)
-            heapq.heappush(due, (now + delays[server.url], rollout, turn + 1, server, flight))
-    assert sum(answered.values()) == 24 * 30 and answered["slow"] < 0.25 * 24 * 30, answered
-    assert (
-        answered["fast"] > 0.3 * answered["as fast"]
-        and answered["as fast"] > 0.3 * answered["fast"]
-    ), answered
-
-
 def test_load_counts_once_a_server_is_full():
     balancer = Balancer()
     balancer.update(["a", "b"])
@@ -189,19 +162,6 @@ def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
         match="its tokens are of versions 3 to 3, but it should hold 5 or a newer one",
     ):
         play(alone, liar, timeout_s=0.6)
-
-
-def test_garbage_of_one_server_is_asked_for_elsewhere():
-    async def work(servers, wrong, sound):
-        return [
-            (await servers.generate(session, [session], {})).completion_ids[0]
-            for session in range(6)
-        ], wrong.answered
-
-    wrong = StubServer()
-    wrong.garbage = True
-    tokens, answered = play(work, wrong, StubServer())
-    assert tokens == [*range(6)] and answered
 
 
 @pytest.mark.parametrize(

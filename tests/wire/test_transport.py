@@ -271,19 +271,6 @@ def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
         batch_head(path)
 
 
-def test_an_orchestrator_of_an_older_version_is_named(tmp_path):
-    """It sends the batch itself."""
-    trainer, _ = client(tmp_path, enough=said("BatchBytes"))
-    with (
-        impostor(tmp_path, [[msgspec.msgpack.encode({"type": "BatchBytes", "data": b"x"})]] * 2),
-        pytest.raises(
-            RunError,
-            match=r"BatchBytes.*is it this run's orchestrator, of the same version of rl\?",
-        ),
-    ):
-        trainer.get_batch(1)
-
-
 def test_published_and_the_end_of_the_run(serve, tmp_path):
     server = serve(
         lambda request: (

@@ -144,7 +144,7 @@ def main(args: list[str], children: Children) -> int:
     origin = BranchOrigin(str(root), step, round(time.time(), 3), changes)
     make(config, parent, origin, clean="clean" in line.switches)
     head = f"{config.run_dir.root}: {origin}"
-    print(head, *changes, *filter(None, [new_rate(stored, config, step)]), sep="\n  ", flush=True)
+    print(head, *changes, *filter(None, [new_rate(stored, config, step)]), sep="\n  ")
     again = f"rl @ {shlex.quote(str(config.run_dir.config))} --resume"
     return start(config, CommandLine(resume=-1), children, again)
 

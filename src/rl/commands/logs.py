@@ -172,7 +172,7 @@ class View:
                     self.show_rest(name, reader)
                     reader = LineReader(attempts[attempt])
                     self.readers[name] = attempt, reader
-                    print(f"{self.prefix(name)}--- attempt {attempt}", flush=True)
+                    print(f"{self.prefix(name)}--- attempt {attempt}")
                 if attempt >= shown and reader:
                     self.show(name, reader.all())
         for name, (_, reader) in self.readers.items() if is_last else ():
@@ -191,4 +191,4 @@ class View:
 
     def show(self, name: str, lines: Iterable[bytes]) -> None:
         for line in lines:
-            print(self.prefix(name) + visible(line.decode(errors="replace")), flush=True)
+            print(self.prefix(name) + visible(line.decode(errors="replace")))

@@ -78,7 +78,7 @@ def main(args: list[str], children: Children) -> int:
     except RunError as error:
         fail("rl replay", str(error))
     for note in [*notes, *changes_within(run_dir, replay, config)]:
-        print(f"note: {note}", flush=True)
+        print(f"note: {note}")
     config.wandb, config.trainer.checkpoint = None, CheckpointConfig()
     config.trainer.weights = WeightsConfig()
     with scratch_run(config, replay) as scratch:
@@ -240,7 +240,7 @@ class Verdict:
             has_ended = child.exit_code is not None
             for line in self.results.new():
                 if difference := self.check(json.loads(line)):
-                    print(difference, flush=True)
+                    print(difference)
                     children.stop()
                     return 1
             status = read_status(self.scratch.status(child.name))
@@ -268,15 +268,11 @@ class Verdict:
             self.unlike = result["unlike"]
             print(
                 f"note: version {step} was trained under other conditions, so its bits may "
-                f"differ: {self.unlike}",
-                flush=True,
+                f"differ: {self.unlike}"
             )
         if self.exact and not result["deterministic"]:
             self.exact = False
-            print(
-                "note: the run was trained without trainer.deterministic, so its bits may differ",
-                flush=True,
-            )
+            print("note: the run was trained without trainer.deterministic, so its bits may differ")
         if result["tensor"] is not None:
             return self.difference(result)
         if result["fault"]:
@@ -285,11 +281,11 @@ class Verdict:
                 f"run is damaged: {result['fault']}"
             )
         if not result["kept"]:
-            print(f"version {step}: the run has kept nothing to compare with", flush=True)
+            print(f"version {step}: the run has kept nothing to compare with")
             return None
         self.compared.append(step)
         skipped = "; its batch is quarantined" if self.run_dir.quarantined(step).exists() else ""
-        print(f"version {step}: equal to its {' and '.join(result['kept'])}{skipped}", flush=True)
+        print(f"version {step}: equal to its {' and '.join(result['kept'])}{skipped}")
         return None
 
     def check_checkpoint(self, result: dict[str, Any]) -> str | None:
@@ -301,7 +297,7 @@ class Verdict:
             where = f"first in {tensor}" if tensor else f"on ranks {ranks}"
             return f"DIFFERENT: the state after step {step} differs from its checkpoint, {where}"
         self.checkpoints.append(step)
-        print(f"checkpoint {step}: equal (float32 weights, optimizer, random numbers)", flush=True)
+        print(f"checkpoint {step}: equal (float32 weights, optimizer, random numbers)")
         return None
 
     def difference(self, result: dict[str, Any]) -> str:

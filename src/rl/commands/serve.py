@@ -112,7 +112,6 @@ def watch(keeper: Keeper, run_dir: RunDir) -> None:
             told = True
             print(
                 f"export TINKER_BASE_URL={addresses[1]}\nexport "
-                f"TINKER_API_KEY={KEY_PREFIX}{run_token(run_dir.status_dir)}",
-                flush=True,
+                f"TINKER_API_KEY={KEY_PREFIX}{run_token(run_dir.status_dir)}"
             )
     run_dir.stop_request.unlink(missing_ok=True)

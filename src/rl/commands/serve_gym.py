@@ -72,7 +72,7 @@ async def serve(
             )
             await runner.setup()
             await web.SockSite(runner, sock).start()
-            print(text, end="", flush=True)
+            print(text, end="")
             say(
                 f"serving {env.label} for the NeMo Gym of {head}: give its ng_run "
                 f"{folder / 'agent.yaml'} (the lines above)"

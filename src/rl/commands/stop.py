@@ -82,7 +82,7 @@ def stop_unseen(config: RLConfig) -> int:
     runs = kubernetes.active(jobs, config)
     kubernetes.cancel(jobs, config)
     text = "deleted" if runs else "does not run; nothing is left of it"
-    print(f"{', '.join(jobs) if runs else jobs[0]}: {text}", flush=True)
+    print(f"{', '.join(jobs) if runs else jobs[0]}: {text}")
     return 0
 
 

@@ -2,6 +2,7 @@
 loaded while requests are in flight."""
 
 import asyncio
+import itertools
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -60,8 +61,11 @@ class VersionedEngine(LoadingEngine):
     ) -> None:
         """Names the weights that the engine started with. Called before the first request.
         `on_tokens` gets the number of new tokens."""
-        self.set_weights(policy_version, content, expected)
-        self.on_tokens = on_tokens
+        self.policy_version, self.content, self.expected = policy_version, content, expected
+        lora, self.on_tokens = self.vllm_config.lora_config, on_tokens
+        self.slots = lora.max_loras if lora else 0
+        self.load_lock, self.adapter_ids = asyncio.Lock(), itertools.count(1)
+        self.adapter_versions, self.loaded_adapters = {}, set()
         self.vocab_size = self.model_config.get_vocab_size()
         self.ranks = Balancer()
         self.ranks.update(map(str, range(self.vllm_config.parallel_config.data_parallel_size)))

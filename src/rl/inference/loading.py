@@ -45,7 +45,14 @@ class LoadingEngine(AsyncLLM):
     """AsyncLLM whose weights can be exchanged."""
 
     policy_version: int = 0
+    content: str
+    """The content_id (rl.run_dir.checksums) of the served weights."""
     expected: Tensors
+    """The tensors in the files of the served model."""
+    load_lock: asyncio.Lock
+    adapter_ids: "itertools.count[int]"
+    adapter_versions: dict[int, int]
+    loaded_adapters: set[int]
     slots: int = 0
     """Number of adapters that can be served side by side; 0: adapters are merged into the base
     model."""
@@ -66,15 +73,6 @@ class LoadingEngine(AsyncLLM):
     """The version that deltas are applied to, for all workers of this host."""
     swapping: bool = False
     """New weights are being put in place: the engine may take longer than a step to answer."""
-
-    def set_weights(self, policy_version: int, content: str, expected: Tensors) -> None:
-        """Names the weights that the engine started with."""
-        self.policy_version, self.content, self.expected = policy_version, content, expected
-        self.slots = self.vllm_config.lora_config.max_loras if self.vllm_config.lora_config else 0
-        self.load_lock = asyncio.Lock()
-        self.adapter_ids = itertools.count(1)
-        self.adapter_versions: dict[int, int] = {}
-        self.loaded_adapters: set[int] = set()
 
     async def load_weights(
         self, policy_version: int, path: str, memory: Memory | None = None, content: str = ""
@@ -130,12 +128,6 @@ class LoadingEngine(AsyncLLM):
             return False
         base, encoded = Path(self.model_config.model), msgspec.json.encode(memory).decode()
         try:
-            # before a whole version is read and hashed for nothing
-            if not all(await self.on_every_worker("stages_weights")):
-                raise RunError(
-                    "its workers read weights while generation pauses, for which they must "
-                    "stay as they are"
-                )
             check = partial(check_content, memory, base, self.expected, self.head_is_tied, content)
             await self.stage(policy_version, check, "over the network", encoded)
         except RunError as error:

@@ -109,16 +109,12 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Maps every module of the model to a twin with its own tensors, laid out as before loading;
     everything else is shared, not copied."""
     twins: dict[nn.Module, nn.Module] = {}
-    on_cpu = current_platform.is_cpu()
     for live in model.modules():
         twin = twins[live] = object.__new__(type(live))
         twin.__dict__.update(live.__dict__)
         twin.__dict__.pop(PROCESSED, None)
         if "quant_method" in live.__dict__:
-            method = twin.__dict__["quant_method"] = copy.copy(live.__dict__["quant_method"])
-            if on_cpu and getattr(method, "moe_kernel", None) is not None:
-                # experts are packed when their kernel is made, and only then
-                method.moe_kernel = None
+            twin.__dict__["quant_method"] = copy.copy(live.__dict__["quant_method"])
     tensors: dict[int, Tensor] = {}  # by the live tensor: what is tied stays tied
     for live, twin in twins.items():
         children = live._modules.items()
@@ -130,6 +126,11 @@ def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
     for live, twin in twins.items():  # after all parameters, since a buffer may be a view of one
         buffers = {name: twin_buffer(live, name, tensors) for name in live._buffers}
         twin.__dict__["_buffers"] = buffers
+    for twin in twins.values():
+        method = getattr(twin, "quant_method", None)  # which may be a module of its own
+        if current_platform.is_cpu() and getattr(method, "moe_kernel", None) is not None:
+            # experts are packed when their kernel is made, and only then
+            method.moe_kernel = None
     return twins
 
 

@@ -156,13 +156,6 @@ class WeightLoader:
             )
         return weights
 
-    def stages_weights(self) -> bool:
-        """Whether this worker can prepare weights beside those that it uses, as far as it knows
-        before it has seen them."""
-        from rl.inference.staging import can_stage
-
-        return can_stage(self.vllm_config) and not self._has_reloaded
-
     def has_room(self) -> bool:
         """Whether the host has memory for the parts of all its workers once more."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

@@ -48,8 +48,6 @@ SLOW_CHECK_S = 0.5
 place."""
 RECONCILE_EVERY_S = 1.0
 """Interval at which inference is asked which version it holds."""
-MAX_STARTS = 16
-"""Number of groups started before other loops get their turn."""
 
 
 @dataclass(eq=False)
@@ -120,15 +118,11 @@ class Orchestrator:
         version, a finished group, or a timer."""
         while True:
             places = self.admission.places(self.pipeline.pending.groups)
-            for _ in range(MAX_STARTS):
-                if not (envs := self.admission.eligible(places, self.batches_ahead())):
-                    break
+            if envs := self.admission.eligible(places, self.batches_ahead()):
                 ref = self.source.next(envs)
-                num_episodes = self.envs[ref.env].group_size or self.config.orchestrator.group_size
-                places.playing[ref.env] += num_episodes
-                self.start_group(ref, num_episodes)
-            else:
-                await asyncio.sleep(0)
+                env = self.envs[ref.env]
+                self.start_group(ref, env.group_size or self.config.orchestrator.group_size)
+                await asyncio.sleep(0)  # the other loops' turn
                 continue
             may_slow = self.config.max_lag and self.admission.in_flight
             await self.progress.wait_until(self.has_room, SLOW_CHECK_S if may_slow else None)

@@ -8,10 +8,8 @@ Each group is made durable, counted once, and used or dropped by one batch.
 import asyncio
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_files import BatchFiles, OrchestratorState
@@ -33,7 +31,6 @@ nothing to train on."""
 MAX_WITHOUT_SIGNAL = 10
 """The run ends after this many batches' worth of consecutive episodes in groups without any
 signal."""
-WARN_EVERY_S = 60.0
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +48,7 @@ class Pipeline:
     lost_envs: Mapping[str, str]
     """Lost environment -> the reason; the pool adds to it."""
     warn: Callable[[RunWarning], None]
-    """See Status.warn."""
+    """See Status.warn, which drops repetitions."""
 
     def __post_init__(self) -> None:
         self.run_dir, self.source = self.config.run_dir, self.admission.source
@@ -63,7 +60,6 @@ class Pipeline:
         since."""
         self.num_played = 0
         """Number of episodes that this process has taken in."""
-        self.warnings = GroupWarnings(self.warn)
 
     async def restore(self) -> None:
         """Continues from the newest batch and pending.log."""
@@ -130,7 +126,8 @@ class Pipeline:
             mark_surplus(group for group in groups if group.group_id not in in_flight)
         for group in groups:
             in_flight.pop(group.group_id, None)
-            self.warnings.about(group)
+            for warning in warnings_about(group):
+                self.warn(warning)
 
     def _judge(self, groups: list[Group]) -> None:
         for group in groups:
@@ -306,41 +303,24 @@ def refs(groups: Iterable[Group]) -> list[TaskRef]:
     return [TaskRef(group.group_id, group.env, group.task) for group in groups]
 
 
-class GroupWarnings:
-    """Logs warnings, at most one per kind and environment every WARN_EVERY_S seconds, and passes
-    them to `warn` for the run's user."""
-
-    def __init__(self, warn: Callable[[RunWarning], None]) -> None:
-        """warn: see Status.warn."""
-        self.warn = warn
-        self.last: dict[tuple[str, str], float] = {}
-
-    def _say(self, kind: Literal["failed", "renamed"], env: str, text: str) -> None:
-        if time.monotonic() - self.last.get((kind, env), -math.inf) < WARN_EVERY_S:
-            return
-        self.last[kind, env] = time.monotonic()
+def warnings_about(group: Group) -> Iterator[RunWarning]:
+    """Yields warnings of a group with failed rollouts, and of metrics whose names collide with
+    built-in ones."""
+    env = group.env
+    if errors := [rollout for rollout in group.rollouts if rollout.error]:
+        first = (errors[0].error or "").splitlines()[0]
+        text = (
+            f"environment {env}: {len(errors)} of {len(group.rollouts)} rollouts of a group "
+            f"failed for good ({errors[0].cause}): {first}"
+        )
         log.warning(text)
-        self.warn(RunWarning(kind, env, text))
-
-    def about(self, group: Group) -> None:
-        """Warns of a group with failed rollouts, and of metrics whose names collide with
-        built-in ones."""
-        if errors := [rollout for rollout in group.rollouts if rollout.error]:
-            first = (errors[0].error or "").splitlines()[0]
-            self._say(
-                "failed",
-                group.env,
-                f"environment {group.env}: {len(errors)} of {len(group.rollouts)} rollouts of a "
-                f"group failed for good ({errors[0].cause}): {first}",
-            )
-        names = {name for rollout in group.rollouts for name in rollout.metrics}
-        renamed = [
-            f"{name} as {own_name(name)}" for name in sorted(names) if own_name(name) != name
-        ]
-        if renamed:
-            self._say(
-                "renamed",
-                group.env,
-                f"metrics of environment {group.env} with the names of built-in metrics are "
-                f"reported under other names: {', '.join(renamed)}",
-            )
+        yield RunWarning("failed", env, text)
+    names = {name for rollout in group.rollouts for name in rollout.metrics}
+    renamed = [f"{name} as {own_name(name)}" for name in sorted(names) if own_name(name) != name]
+    if renamed:
+        yield RunWarning(
+            "renamed",
+            env,
+            f"metrics of environment {env} with the names of built-in metrics are reported under "
+            f"other names: {', '.join(renamed)}",
+        )

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from rl.tinker.requests import GetWeightsInfo, Page, SetTtl
+from rl.tinker.requests import GetWeightsInfo, RowRange, SetTtl
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.storage import (
     EXTERNAL,
@@ -35,7 +35,7 @@ def page(
 ) -> dict[str, Any]:
     """Returns a part of a list, as its request's `limit` and `offset` say. `show` makes what is
     shown of these rows alone."""
-    asked = msgspec.convert(dict(request.query_params), Page, strict=False)
+    asked = msgspec.convert(dict(request.query_params), RowRange, strict=False)
     shown = [show(row) for row in rows[asked.offset : asked.offset + asked.limit]]
     return {name: shown, "cursor": msgspec.to_builtins(asked) | {"total_count": len(rows)}}
 

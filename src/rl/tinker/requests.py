@@ -183,7 +183,7 @@ class Sample(Struct):
     record_stability_info: bool | None = None
 
 
-class Page(Struct):
+class RowRange(Struct):
     """Which rows of a list a request asks for."""
 
     limit: Number = 100

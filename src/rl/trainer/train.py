@@ -19,7 +19,7 @@ from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.data.fake import text_of
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.data.minibatches import compares_with_old, keep_old_logprobs
+from rl.trainer.data.minibatches import compares_with_old
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import Prefetch, Skipped
 from rl.trainer.departure import Departure
@@ -301,7 +301,11 @@ def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -
     statistics = Statistics(packed.batch, world.device, tokens)
     model, step, optim = context.model, packed.batch.step, context.settings.optim
     if compares_with_old(context.settings):
-        keep_old_logprobs(model, chain(*packed.minibatches[1:]), world, context.advance)
+        # those of the first optimizer step score their own
+        for micro_batch in chain(*packed.minibatches[1:]):
+            with torch.no_grad():
+                keep_old(model, micro_batch, score(model, micro_batch.to(world.device), world))
+            context.advance()
         timer.lap("old_logprobs")
     parity: dict[str, float] = {}
     for minibatch in packed.minibatches * context.settings.epochs:

@@ -80,11 +80,9 @@ class AxisPlaces:
             seconds = as_dict(*run.numbers.curve("time/step"))
             self.at = np.cumsum(speed * [seconds.get(step, 0.0) for step in self.steps.tolist()])
         elif axis == "time":
-            self.steps, times = wall_times(run)
             self.sources = line_times(run)
             starts = [float(lines.min()) for _, lines in self.sources.values() if len(lines)]
             self.begin = min([*starts, *(event.time for event in run.events)], default=0.0)
-            self.at = times - self.begin
 
     def __call__(self, steps: np.ndarray, source: str | None = None) -> np.ndarray:
         """The positions of steps, [n]. source: whose lines to use on the axis `time`, where each

@@ -49,13 +49,10 @@ def health(run: Run) -> Health:
 def machine_row(machine: RunMachine, run: Run) -> MachineRow:
     """A machine, with the processes whose names or statuses say that they are there."""
     status, seen = machine.status, time.time() - machine.silent_s
-    running = [
-        name
-        for name, process in run.status.items()
-        if machine.runs(process) and not re.fullmatch(r"trainer-\d+", name)
-    ]
+    names = [name for name, process in run.status.items() if machine.runs(process)]
     pattern = rf"(.+-)?node-?{machine.index}" + ("|rl" if "leader" in machine.roles else "")
-    named = [name for name in run.logs if re.fullmatch(pattern, name)]
+    names += [name for name in run.logs if re.fullmatch(pattern, name)]
+    ranks = re.compile(r"trainer-\d+")
     return MachineRow(
         index=machine.index,
         host=visible(status.host) if status else "",
@@ -64,7 +61,7 @@ def machine_row(machine: RunMachine, run: Run) -> MachineRow:
         state=machine.state,
         since=seen - (status.heartbeat - status.started) if status else None,
         last_sign=seen if status else None,
-        processes=[visible(name) for name in dict.fromkeys([*running, *named])],
+        processes=[visible(name) for name in dict.fromkeys(names) if not ranks.fullmatch(name)],
     )
 
 
@@ -86,17 +83,15 @@ def processes(run: Run, live: bool) -> list[ProcessRow]:
     """The processes with a status or a log. If the run is not live, the status is what they were
     doing last."""
     status, logs = run.status, run.logs
-    names = dict.fromkeys([*status, *sorted(logs)])
+    was = "" if live else "was "
     return [
         ProcessRow(
             name=name,
-            doing=("" if live else "was ") + visible(describe(status[name]))
-            if name in status
-            else "",
+            doing=was + visible(describe(status[name])) if name in status else "",
             heartbeat=status[name].heartbeat if name in status else None,
             attempts=list(logs.get(name, {})),
         )
-        for name in names
+        for name in dict.fromkeys([*status, *sorted(logs)])
     ]
 
 

@@ -21,7 +21,7 @@ from rl.orchestrator.batches.batch_metrics import batch_metrics
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.pipeline import GroupWarnings, choose
+from rl.orchestrator.pipeline import choose, warnings_about
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
@@ -228,10 +228,9 @@ def test_no_metric_of_an_environment_takes_the_place_of_one_of_ours():
         "means": 2.0,
         **{f"own_{name}": value for name, value in values.items()},
     }
-    said = []
-    GroupWarnings(said.append).about(some)
-    assert [(one.about, one.env) for one in said] == [("renamed", "e")]
-    assert "agent_agent as own_agent_agent" in said[0].text and "means" not in said[0].text
+    (warning,) = warnings_about(some)
+    assert (warning.about, warning.env) == ("renamed", "e")
+    assert "agent_agent as own_agent_agent" in warning.text and "means" not in warning.text
 
 
 def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alone():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl.config.trainer import TrainerConfig
-from rl.trainer.data.balance import Layout, plan, range_cost, range_tokens
+from rl.trainer.data.balance import Layout, path_cost, plan, range_sum, range_tokens
 from rl.trainer.data.micro_batch import micro_batch_tokens
 from rl.trainer.data.packing import pack
 from rl.trainer.data.prefix_tree import sort_samples
@@ -186,12 +186,9 @@ def test_every_loss_token_is_there_once_behind_its_own_tokens(rng, ranks, max_to
 def costs(batch, ranks, max_tokens):
     ordered, layout = sort_samples(batch), Layout(0, ranks, max_tokens, 64)
     assigned = plan(ordered, layout)
-    return (
-        ordered,
-        layout,
-        assigned,
-        [[range_cost(ordered, part, layout) for part in parts] for parts in assigned],
-    )
+    whole, shared = path_cost(ordered.lengths, 64), path_cost(ordered.shared, 64)
+    each = [[range_sum(whole, shared, part) for part in parts] for parts in assigned]
+    return ordered, layout, assigned, each
 
 
 def test_a_large_group_is_cut_at_the_price_of_its_prompt():

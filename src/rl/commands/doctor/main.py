@@ -124,7 +124,7 @@ def examine(checks: Iterable[Check], *, as_json: bool) -> int:
     for check in checks:
         results.append(check)
         if not as_json:
-            print(check, flush=True)
+            print(check)
     failed = [check.name for check in results if check.level == "FAIL"]
     if as_json:
         summary = {"fine": not failed, "checks": [asdict(check) for check in results]}

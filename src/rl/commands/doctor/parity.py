@@ -130,9 +130,9 @@ def report(dtype: str, scored: list[ScoredToken], sliding_window: int | None) ->
     heads = ["temperature", "tokens", "mean |d|", "max |d|", "kl", "± its error"]
     print(f"{dtype} (limits: {limit})", *table(heads, rows, left=1), sep="\n  ")
     if whole.within(limit):
-        print(f"  trainer and inference agree{reservation(whole, limit)}", flush=True)
+        print(f"  trainer and inference agree{reservation(whole, limit)}")
         return 0
-    print(f"  they DISAGREE: {likely_cause(scored, limit, sliding_window)}", flush=True)
+    print(f"  they DISAGREE: {likely_cause(scored, limit, sliding_window)}")
     return 1
 
 

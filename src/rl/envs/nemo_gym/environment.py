@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rl.envs.environment import limited, places
-from rl.envs.nemo_gym.head import Head
 from rl.envs.nemo_gym.wire import (
     SAMPLING_PARAMS,
+    Head,
     chat_prompt,
     decode_reply,
     digest_of,

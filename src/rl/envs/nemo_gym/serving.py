@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from rl.envs.nemo_gym.head import AGENTS, MODELS, Head
-from rl.envs.nemo_gym.wire import FAILURE, TOKEN_KEYS, as_turn, joined_text
+from rl.envs.nemo_gym.wire import AGENTS, FAILURE, MODELS, TOKEN_KEYS, Head, as_turn, joined_text
 from rl.envs.policy import Conversation, Policy, RolloutError, comparable, overriding
 from rl.models.chat import THINK, THINK_END, Answer, Message, Tool, ToolCall, assistant_message
 from rl.system.errors import RunError

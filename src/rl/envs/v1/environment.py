@@ -23,8 +23,7 @@ from rl.envs.environment import exits_are_errors, limited, places
 from rl.envs.policy import OVERRIDABLE, Policy, RolloutError
 from rl.envs.v1.client import ActiveTrace, PolicyClientConfig, as_episode
 from rl.envs.v1.config import V1Config
-from rl.envs.v1.harness import chat_tool, opening
-from rl.envs.v1.versions import MCPServer, own_sampling
+from rl.envs.v1.harness import MCPServer, chat_tool, opening, own_sampling
 from rl.system import process_table
 from rl.system.errors import RunError
 from rl.system.functions import Blame

@@ -96,8 +96,6 @@ class ServedPolicy:
         """Server -> how long its last load paused generation, seconds."""
         self.failures: dict[str, Failure] = {}
         """Server -> its last load, if that failed."""
-        self.late: list[str] = []
-        """Servers that were late at the last load."""
         self.server_set: ServerSet | None = None
         self.staleness = Staleness()
         """Heartbeats of starting servers."""
@@ -274,13 +272,12 @@ class ServedPolicy:
             log.warning(
                 "inference at %s is excluded because it refused version %d: %s", url, number, error
             )
-        if behind and behind != self.late:
-            log.warning(
+        if behind:
+            log.info(
                 "version %d is not yet loaded at %s: no requests go there until it is",
                 number,
                 ", ".join(behind),
             )
-        self.late = behind
         holders = [url for url, held in self.servers.known.items() if held == number]
         return max((self.pauses.get(url, 0.0) for url in holders), default=0.0)
 

@@ -110,7 +110,10 @@ def assign_to_ranks(
     """
     size = layout.num_ranks
     assigned, sums, waited = [list[MicroBatchRange]() for _ in range(size)], [0] * size, 0
-    costs = {part: range_cost(ordered, part, layout) for part in ranges}
+    whole, shared = (
+        path_cost(values, layout.hidden_size) for values in (ordered.lengths, ordered.shared)
+    )
+    costs = {part: range_sum(whole, shared, part) for part in ranges}
     order = sorted(ranges, key=lambda part: -costs[part])
     for start in range(0, len(order), size):
         waited += costs[order[start]]
@@ -124,15 +127,14 @@ def assign_to_ranks(
 
 def range_tokens(ordered: SortedSamples, part: MicroBatchRange) -> int:
     """Returns the number of tokens of a micro batch; its first item is computed in full."""
-    lengths, shared = ordered.lengths[slice(*part)], ordered.shared[slice(*part)][1:]
-    return int(lengths.sum() - shared.sum())
+    return range_sum(ordered.lengths, ordered.shared, part)
 
 
-def range_cost(ordered: SortedSamples, part: MicroBatchRange, layout: Layout) -> int:
-    """Returns the cost of a micro batch in the unit of `path_cost`."""
-    lengths, shared = ordered.lengths[slice(*part)], ordered.shared[slice(*part)][1:]
-    costs = path_cost(lengths, layout.hidden_size), path_cost(shared, layout.hidden_size)
-    return int(costs[0].sum() - costs[1].sum())
+def range_sum(whole: np.ndarray, shared: np.ndarray, part: MicroBatchRange) -> int:
+    """Returns the sum over a part of what each item has by itself: its first item has all of it,
+    the others no more than what they do not share."""
+    start, end = part
+    return int(whole[start:end].sum() - shared[start + 1 : end].sum())
 
 
 def path_cost(lengths: np.ndarray, hidden_size: int) -> np.ndarray:

@@ -8,17 +8,12 @@ sources.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
 from rl.config.loss import ClippedSettings, CustomConfig, LossSettings
 from rl.config.trainer import TrainerConfig
-from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.model.head import keep_old, score
-from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
 
 
@@ -60,17 +55,3 @@ def compares_with_old(settings: TrainerConfig) -> bool:
     return settings.minibatches * settings.epochs > 1 and isinstance(
         settings.loss, ClippedSettings | CustomConfig
     )
-
-
-@torch.no_grad()
-def keep_old_logprobs(
-    model: PreTrainedModel,
-    micro_batches: Iterable[MicroBatch],
-    world: World,
-    advance: Callable[[], None],
-) -> None:
-    """Scores `micro_batches`: all but those of the first optimizer step, which scores its own.
-    Every rank calls this before that step."""
-    for micro_batch in micro_batches:
-        keep_old(model, micro_batch, score(model, micro_batch.to(world.device), world))
-        advance()
