@@ -31,8 +31,8 @@ START_S, END_S = 20.0, 60.0
 would wait for ever."""
 TABLE_S = 300.0
 """Seconds between two tables."""
-FIELDS = ("step", "env", "task", "group_id", "rollout_id", "reward", "advantage", "outcome")
-FIELDS += ("num_tokens",)
+COLUMNS = "step env task group_id rollout_id reward advantage outcome num_tokens"
+FIELDS = COLUMNS.split()
 MOST_CHARACTERS, MOST_LINES = 4000, 200
 """Limits of a conversation in the table."""
 PACKAGE = "tensorboardX"
