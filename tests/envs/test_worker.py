@@ -246,6 +246,12 @@ async def cancels_itself():
     await asyncio.sleep(60)
 
 
+async def awaits_what_was_cancelled():
+    mine = asyncio.create_task(asyncio.sleep(9))
+    mine.cancel()
+    await mine
+
+
 async def outcome():
     raise OutcomeError("not so")
 
@@ -264,6 +270,7 @@ async def outcome():
         (number_as_agent, "reward", "the name of a metric or agent is of type int, not str"),
         (no_metrics, "environment", "TypeError: "),
         (cancels_itself, "environment", "it cancelled its own task"),
+        (awaits_what_was_cancelled, "environment", "or awaits "),
         (outcome, "environment", "OutcomeError: not so"),
     ],
 )

@@ -172,26 +172,6 @@ def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, mo
     assert {key for members in kept for rollout in members for key in rollout.metrics} == {"own"}
 
 
-class CancelsItself:
-    """An environment that, in its first episode, awaits a task it has cancelled."""
-
-    scores_groups, num_plays = False, 0
-
-    async def play(self, order, num_episodes):
-        self.num_plays += 1
-        if self.num_plays == 1:
-            mine = asyncio.create_task(asyncio.sleep(9))
-            mine.cancel()
-            await mine
-        return [[Rollout(reward=1.0)]]
-
-
-def test_a_cancellation_of_the_environments_own_is_a_failed_rollout():
-    """The group must not hang."""
-    answers = sent(CancelsItself(), PlayGroup(1, "train", 0, 2, {}, 0))
-    assert answers == [([0, 1], 0)]
-
-
 def test_a_failed_member_is_played_again(tmp_path):
     sound, failed = (
         Rollout(episode=0),
