@@ -84,6 +84,12 @@ class Pipeline:
             refs(self.pending.unfinished.values()),
             self.pending.drawn,
         )
+        played = {ref.group_id for ref in self.source.retry}
+        self.pending.unfinished = {
+            group_id: group
+            for group_id, group in self.pending.unfinished.items()
+            if group_id in played
+        }
         for group in groups:
             if group.group_id not in counted:
                 self._count(group)
