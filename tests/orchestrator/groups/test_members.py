@@ -227,6 +227,7 @@ def test_members_are_durable_until_their_group_is(tmp_path):
         4: [(1, 0.5)],
     }
 
+
 def test_members_that_a_batch_gave_up_are_not_begun_again(tmp_path):
     """Regression: a death between the commit and the rewriting of the log played a task twice, since
     on-policy a batch gives the tasks of unfinished groups new numbers."""
@@ -238,7 +239,6 @@ def test_members_that_a_batch_gave_up_are_not_begun_again(tmp_path):
     again = TaskSource({"e": EnvTasks(9)}, seed=3)
     again.restore(state, done=[], begun=[refs[2]], drawn=drawn)
     assert [*again.retry] == [TaskRef(3, "e", refs[2].task)]
-
 
 
 @pytest.mark.parametrize("committed", [False, True])
