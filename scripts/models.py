@@ -16,7 +16,6 @@ import argparse
 import importlib.metadata
 import io
 import json
-import os
 import tempfile
 import warnings
 from collections import Counter
@@ -503,34 +502,28 @@ def measure_all(found: Found, again: Collection[str]) -> None:
     names = sorted(
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=lambda name: (not archs & names_of(name), name)
     )
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = cache
-        for some in (names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)):
-            for family in (
-                name
-                for name in some
-                if name in again
-                or name not in found.rows
-                or found.rows[name].versions != versions()
-            ):
-                with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-                    row = replace(measure(family, world), versions=versions())
-                before = None if family in again else found.rows.get(family)
-                found.rows[family] = (
-                    row
-                    if before is None
-                    else replace(row, **{name: getattr(before, name) for name in OF_VLLM})
-                )
-                found.keep()
-                print(
-                    found.rows[family], "WRONG" if found.rows[family].is_wrong else "", flush=True
-                )
-            for row in (found.rows[name] for name in some):
-                row.served = bool(archs & names_of(row.family))
-            compare_with_vllm(
-                [found.rows[name] for name in some if found.rows[name].served], world, found.keep
+    for some in (names[first : first + AT_ONCE] for first in range(0, len(names), AT_ONCE)):
+        for family in (
+            name
+            for name in some
+            if name in again or name not in found.rows or found.rows[name].versions != versions()
+        ):
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+                row = replace(measure(family, world), versions=versions())
+            before = None if family in again else found.rows.get(family)
+            found.rows[family] = (
+                row
+                if before is None
+                else replace(row, **{name: getattr(before, name) for name in OF_VLLM})
             )
-        compare_with_vllm(list(found.ropes.values()), world, found.keep)
+            found.keep()
+            print(found.rows[family], "WRONG" if found.rows[family].is_wrong else "", flush=True)
+        for row in (found.rows[name] for name in some):
+            row.served = bool(archs & names_of(row.family))
+        compare_with_vllm(
+            [found.rows[name] for name in some if found.rows[name].served], world, found.keep
+        )
+    compare_with_vllm(list(found.ropes.values()), world, found.keep)
     torch.distributed.destroy_process_group()
 
 

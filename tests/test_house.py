@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,12 @@ BUDGETS = {
 """Tokens of each room."""
 FUNCTION = 850
 """Tokens of a function."""
+SCRIPTS = 20_000
+"""Tokens of all scripts."""
+EMPTY_NAMES = {
+    *("one", "found", "there", "own", "place", "made"),
+    *("given", "said", "heard", "more", "parts"),
+}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 HOMES = {
     "vllm": ("inference/",),
@@ -240,6 +247,40 @@ def test_functions_and_files_stay_short():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 code = ast.get_source_segment(text, node) or ""
                 assert num_tokens(code) <= FUNCTION, f"{path}: {node.name}"
+
+
+def test_scripts_keep_their_budget():
+    assert sum(num_tokens(path.read_text()) for path in Path("scripts").rglob("*.py")) <= SCRIPTS
+
+
+def test_names_say_what_they_hold():
+    """But fields of classes that are fields of files."""
+    for path in FILES:
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        fields = {
+            id(line.target)
+            for node in nodes
+            if isinstance(node, ast.ClassDef)
+            for line in node.body
+            if isinstance(line, ast.AnnAssign)
+        }
+        stored = {
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            if id(node) not in fields
+        }
+        assert not stored & EMPTY_NAMES, path
+
+
+def test_no_two_classes_have_one_name():
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, number in names.items() if number > 1]
 
 
 def test_every_module_and_public_class_says_what_it_is():

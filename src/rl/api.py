@@ -105,13 +105,13 @@ def evaluate(
     the evaluation fails.
     """
     with tempfile.TemporaryDirectory(prefix="rl-") as folder:
-        place = Path(output).expanduser().absolute() if output else Path(folder) / "report"
+        report = Path(output).expanduser().absolute() if output else Path(folder) / "report"
         options = {
             "policy": policy,
             "compare": compare,
             "limit": limit,
             "samples": samples,
-            "output": place,
+            "output": report,
         }
         flags = [
             word
@@ -120,7 +120,7 @@ def evaluate(
             for word in (f"--{name}", str(value))
         ]
         run_command(["eval", *arguments(config, settings, Path(folder)), *flags])
-        return json.loads((place / "report.json").read_bytes())
+        return json.loads((report / "report.json").read_bytes())
 
 
 def record(

@@ -59,7 +59,7 @@ def commit() -> str:
     if not (root / ".git").exists() or not (git := shutil.which("git")):
         return ""
     try:
-        said = subprocess.run(
+        described = subprocess.run(
             [git, "-C", root, "describe", "--always", "--dirty", "--exclude", "*"],
             capture_output=True,
             text=True,
@@ -67,7 +67,7 @@ def commit() -> str:
         )
     except subprocess.TimeoutExpired:
         return ""
-    return f" (commit {said.stdout.strip()})" if said.returncode == 0 else ""
+    return f" (commit {described.stdout.strip()})" if described.returncode == 0 else ""
 
 
 def main() -> int:

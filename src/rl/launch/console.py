@@ -46,29 +46,22 @@ class Column(NamedTuple):
     """Rank in supervised fine-tuning, where only the trainer reports."""
 
 
-ROWS = (
-    "reward orchestrator reward/mean 7 .3f 1 0",
-    "eval eval newest 7 .3f 2 0",
-    "loss trainer loss/mean 9 .4f 10 1",
-    "valid trainer validation/loss 9 .4f 0 2",
-    "entropy trainer entropy/mean 8 .3f 8 8",
-    "mismatch trainer mismatch_kl/mean 9 .1e 7 0",
-    "grad trainer optim/grad_norm 7 .3g 6 5",
-    "lr trainer optim/lr 8 .1e 0 7",
-    "epoch trainer epoch 6 .2f 0 6",
-    "lag orchestrator lag/mean 5 .2f 5 0",
-    "lag_kl trainer lag_kl/mean 8 .1e 11 0",
-    "tok/s trainer perf/tokens_per_s 7 .0f 9 9",
-    "time trainer time/step 7 .1f 3 3",
-    "left console left 7 - 4 4",
+COLUMNS = (
+    Column("reward", "orchestrator", "reward/mean", 7, ".3f", 1, 0),
+    Column("eval", "eval", "newest", 7, ".3f", 2, 0),
+    Column("loss", "trainer", "loss/mean", 9, ".4f", 10, 1),
+    Column("valid", "trainer", "validation/loss", 9, ".4f", 0, 2),
+    Column("entropy", "trainer", "entropy/mean", 8, ".3f", 8, 8),
+    Column("mismatch", "trainer", "mismatch_kl/mean", 9, ".1e", 7, 0),
+    Column("grad", "trainer", "optim/grad_norm", 7, ".3g", 6, 5),
+    Column("lr", "trainer", "optim/lr", 8, ".1e", 0, 7),
+    Column("epoch", "trainer", "epoch", 6, ".2f", 0, 6),
+    Column("lag", "orchestrator", "lag/mean", 5, ".2f", 5, 0),
+    Column("lag kl", "trainer", "lag_kl/mean", 8, ".1e", 11, 0),
+    Column("tok/s", "trainer", "perf/tokens_per_s", 7, ".0f", 9, 9),
+    Column("time", "trainer", "time/step", 7, ".1f", 3, 3),
+    Column("left", "console", "left", 7, "", 4, 4),
 )
-"""The fields of a column, with `_` for a space and `-` for none."""
-COLUMNS = [
-    Column(
-        heading.replace("_", " "), source, metric, int(width), spec.strip("-"), int(rank), int(sft)
-    )
-    for heading, source, metric, width, spec, rank, sft in map(str.split, ROWS)
-]
 """`eval` is the newest mean reward of the first configured evaluation, `left` the time until the
 last step."""
 WAITS = ("time/wait_for_batch", "time/publish_weights", "time/checkpoint")

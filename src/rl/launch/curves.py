@@ -40,22 +40,30 @@ EVERY_S = 60.0
 SHARE = 0.02
 """Maximum share of one core's time spent on them."""
 PANELS = {
-    "share of the rollouts": "orchestrator rollouts/zero_advantage without signal, "
-    "orchestrator rollouts/truncated truncated, orchestrator rollouts/errored failed",
-    "tokens a rollout": "orchestrator rollouts/length_mean",
-    "entropy, nats a token": "trainer entropy/mean",
-    "lag, versions": "orchestrator lag/max max, orchestrator lag/mean mean",
-    "mismatch KL of the trained version": "trainer mismatch_kl/mean",
-    "gradient norm": "trainer optim/grad_norm",
-    "rollouts a step": "orchestrator rollouts/finished finished, "
-    "orchestrator rollouts/trained trained",
+    "share of the rollouts": (
+        ("orchestrator", "rollouts/zero_advantage", "without signal"),
+        ("orchestrator", "rollouts/truncated", "truncated"),
+        ("orchestrator", "rollouts/errored", "failed"),
+    ),
+    "tokens a rollout": (("orchestrator", "rollouts/length_mean", ""),),
+    "entropy, nats a token": (("trainer", "entropy/mean", ""),),
+    "lag, versions": (
+        ("orchestrator", "lag/max", "max"),
+        ("orchestrator", "lag/mean", "mean"),
+    ),
+    "mismatch KL of the trained version": (("trainer", "mismatch_kl/mean", ""),),
+    "gradient norm": (("trainer", "optim/grad_norm", ""),),
+    "rollouts a step": (
+        ("orchestrator", "rollouts/finished", "finished"),
+        ("orchestrator", "rollouts/trained", "trained"),
+    ),
 }
 """Title of a panel between the first and the last -> source, metric and label of its curves."""
 SFT_PANELS = {
-    "entropy, nats a token": "trainer entropy/mean",
-    "gradient norm": "trainer optim/grad_norm",
-    "learning rate": "trainer optim/lr",
-    "tokens a second": "trainer perf/tokens_per_s",
+    "entropy, nats a token": (("trainer", "entropy/mean", ""),),
+    "gradient norm": (("trainer", "optim/grad_norm", ""),),
+    "learning rate": (("trainer", "optim/lr", ""),),
+    "tokens a second": (("trainer", "perf/tokens_per_s", ""),),
 }
 """The same in supervised fine-tuning."""
 
@@ -213,11 +221,10 @@ def draw_curves(numbers: Numbers, path: Path, title: str) -> None:
     titles = SFT_PANELS if sft else PANELS
     for panel, (title, curves) in zip(middle, titles.items(), strict=True):
         panel.set_title(title)
-        for curve in curves.split(", "):
-            source, metric, *label = curve.split(" ", 2)
-            panel.plot(*numbers.points(source, metric), label="".join(label))
-            if label:
-                panel.legend(loc="best")
+        for source, metric, label in curves:
+            panel.plot(*numbers.points(source, metric), label=label)
+        if len(curves) > 1:
+            panel.legend(loc="best")
     last.plot(*numbers.points("trainer", "time/step"), label="whole step")
     waits = numbers.points("trainer", "time/wait_for_batch")
     last.fill_between(*waits, alpha=0.4, label="trainer waits for the batch")
