@@ -315,7 +315,7 @@ def test_files_and_tests_that_a_page_names_are_there(page):
     }
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_functions_that_a_page_places_in_a_file_are_there(page):
     """`name` in `file.py`, and `file.py` (`name`)."""
     text = " ".join(Path(page).read_text().split())
