@@ -76,7 +76,8 @@ class Keeper:
             if state.role.after_server:
                 state.start_at += self.startup_timeout_s
             else:
-                self._start(state)
+                with contextlib.suppress(OSError):  # if the system refuses it, `poll` tries again
+                    self._start(state)
 
     @property
     def finished(self) -> bool:

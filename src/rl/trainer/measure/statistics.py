@@ -91,8 +91,10 @@ class Statistics:
             terms.without_gradient.float(),
         )
         values = torch.stack([nothing if x is None else x for x in columns], dim=1).double()
-        self.sums.index_add_(0, batch.envs, values.nan_to_num(0.0))
-        self.counts.index_add_(0, batch.envs, (~values.isnan()).double())
+        has_value = ~values.isnan()
+        # not nan_to_num, which makes a plausible number of an infinite one
+        self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
+        self.counts.index_add_(0, batch.envs, has_value.double())
         # nan: the sampler's is not known
         known = (~terms.ratio.isnan()).double()
         self.bins.index_put_((batch.envs, to_bin(log_ratio)), known, accumulate=True)
