@@ -228,6 +228,19 @@ def test_members_are_durable_until_their_group_is(tmp_path):
     }
 
 
+def test_members_that_a_batch_gave_up_are_not_begun_again(tmp_path):
+    """Regression: a death between the commit and the rewriting of the log played a task twice, since
+    on-policy a batch gives the tasks of unfinished groups new numbers."""
+    source = TaskSource({"e": EnvTasks(9)}, seed=3)
+    refs = [source.next(["e"]) for _ in range(3)]
+    drawn = source.newly_drawn()
+    source.give_back([refs[2]])
+    state = source.state([])
+    again = TaskSource({"e": EnvTasks(9)}, seed=3)
+    again.restore(state, done=[], begun=[refs[2]], drawn=drawn)
+    assert [*again.retry] == [TaskRef(3, "e", refs[2].task)]
+
+
 @pytest.mark.parametrize("committed", [False, True])
 def test_a_group_with_members_goes_on_under_its_number_and_its_task_is_issued_once(committed):
     source = TaskSource({"e": EnvTasks(9)}, seed=3)
