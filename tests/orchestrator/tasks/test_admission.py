@@ -11,9 +11,11 @@ ONE = {"a": 1.0}
 TWO = {"a": 0.5, "b": 0.5}
 
 
-def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, kept=1.0):
-    shares_kept = kept if isinstance(kept, dict) else dict.fromkeys(shares, kept)
-    return eligible(shares, places, batch_size, ahead, cap, max_refill, shares_kept)
+def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, trainable=1.0):
+    trainable_shares = (
+        trainable if isinstance(trainable, dict) else dict.fromkeys(shares, trainable)
+    )
+    return eligible(shares, places, batch_size, ahead, cap, max_refill, trainable_shares)
 
 
 @pytest.mark.parametrize(
@@ -29,21 +31,21 @@ def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, kept
         ({"usable": 1, "playing": 7, "dropped": 16}, {}, False),
         ({"usable": 1, "dropped": 23}, {}, False),
         ({"dropped": 74}, {}, True),  # nothing to train on yet
-        ({"playing": 7, "dropped": 24}, {"kept": 0.1}, True),
-        ({"playing": 8, "dropped": 24}, {"kept": 0.1}, False),
-        ({"usable": 1, "dropped": 24}, {"kept": 0.1}, False),
+        ({"playing": 7, "dropped": 24}, {"trainable": 0.1}, True),
+        ({"playing": 8, "dropped": 24}, {"trainable": 0.1}, False),
+        ({"usable": 1, "dropped": 24}, {"trainable": 0.1}, False),
         ({"usable": 1, "dropped": 7}, {"max_refill": 1}, False),
         ({"usable": 1, "dropped": 24}, {"max_refill": 4}, True),
         # regression: with all quick surplus groups solved, 272 were played instead of 192
         ({"playing": 2, "dropped": 22}, {}, False),
         # as many are started as will be needed
-        ({"playing": 15}, {"kept": 0.5}, True),
-        ({"playing": 16}, {"kept": 0.5}, False),
-        ({"usable": 6, "playing": 3}, {"kept": 0.5}, True),
-        ({"usable": 6, "playing": 4}, {"kept": 0.5}, False),
-        ({"playing": 23}, {"kept": 0.01}, True),
-        ({"playing": 24}, {"kept": 0.01}, False),
-        ({"playing": 9}, {"kept": 0.5, "max_refill": 1}, False),
+        ({"playing": 15}, {"trainable": 0.5}, True),
+        ({"playing": 16}, {"trainable": 0.5}, False),
+        ({"usable": 6, "playing": 3}, {"trainable": 0.5}, True),
+        ({"usable": 6, "playing": 4}, {"trainable": 0.5}, False),
+        ({"playing": 23}, {"trainable": 0.01}, True),
+        ({"playing": 24}, {"trainable": 0.01}, False),
+        ({"playing": 9}, {"trainable": 0.5, "max_refill": 1}, False),
     ],
 )
 def test_as_much_as_the_batches_ahead_lack(places, others, has_room):
@@ -53,22 +55,23 @@ def test_as_much_as_the_batches_ahead_lack(places, others, has_room):
 
 def test_each_environment_starts_as_many_as_will_be_needed():
     # of 12, half of each
-    assert room(PlaceCounts(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]
-    assert room(PlaceCounts(playing=Counter(a=6, b=2)), TWO, kept=0.5) == ["b"]
+    assert room(PlaceCounts(playing=Counter(a=5, b=3)), TWO, trainable=0.5) == ["a", "b"]
+    assert room(PlaceCounts(playing=Counter(a=6, b=2)), TWO, trainable=0.5) == ["b"]
     # 7 are likely to be trained
-    assert room(PlaceCounts(playing=Counter(a=4, b=5)), TWO, kept={"a": 0.5}) == ["a"]
-    assert room(PlaceCounts(playing=Counter(a=4, b=6)), TWO, kept={"a": 0.5}) == []
+    assert room(PlaceCounts(playing=Counter(a=4, b=5)), TWO, trainable={"a": 0.5}) == ["a"]
+    assert room(PlaceCounts(playing=Counter(a=4, b=6)), TWO, trainable={"a": 0.5}) == []
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_share_that_is_kept_is_that_of_the_newest_groups(max_lag):
     admission = Admission(SimpleNamespace(max_lag=max_lag), SimpleNamespace(shares=ONE))
-    assert admission.kept() == {}  # all
+    assert admission.trainable_share() == {}  # all
     admission.outcomes["a"].extend([False, False])
-    assert admission.kept() == ({} if max_lag else {"a": 0.75})  # the first few do not decide alone
+    few = admission.trainable_share()
+    assert few == ({} if max_lag else {"a": 0.75})  # the first few do not decide alone
     admission.outcomes["a"].extend([True] * 6 + [False] * 24)
     admission.outcomes["b"].extend([True] * 9)  # those of another environment do not count
-    assert admission.kept() == ({} if max_lag else {"a": 0.0, "b": 1.0})
+    assert admission.trainable_share() == ({} if max_lag else {"a": 0.0, "b": 1.0})
 
 
 def test_an_environment_without_signal_does_not_take_all_replacements():
