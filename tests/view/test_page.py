@@ -1,7 +1,6 @@
 """The page in a real browser: what it shows, that its links lead there, that no text of a
 rollout becomes more than text."""
 
-import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from rl.launch.children import Children
 from rl.orchestrator.groups.group_credit import credit_group
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
-from rl.view.export import recorded, write_page
+from rl.view.export import recorded
 from rl.view.library import Library
 from rl.view.main import main as view
 from rl.view.routes import ROUTES, Handlers
@@ -25,7 +24,7 @@ from rl.wire.rollouts import Group
 from tests.records import made
 from tests.view.browser import Tab
 from tests.view.browser import browser as browser
-from tests.view.made import HOSTILE, STEPS, make_cluster_run, make_runs, write_numbers
+from tests.view.made import HOSTILE, make_cluster_run, make_runs, write_numbers
 from tests.view.serving import serving
 
 PAGES = {
@@ -431,12 +430,6 @@ def test_a_table_shows_the_machines_of_a_cluster(tab, place):
         tab.go("#/runs")
 
 
-def test_an_unknown_run_is_only_unknown(tab):
-    tab.go("#/curves?run=nothere")
-    assert tab.text(".fault") == "nothere: no such run here; it may have been deleted."
-    assert "There are no runs yet" not in tab.page.inner_text("main")
-
-
 def test_how_a_run_died_is_said_once_with_code_as_code(tab):
     tab.go("#/health?run=first&process=trainer")
     assert "ValueError" in tab.text(".verdict") and "`" not in tab.page.inner_text("main")
@@ -685,37 +678,6 @@ def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_pa
         with pytest.raises(RunError) as error:
             of_server(name, wrong)
         assert of_file(name, wrong) == f"Error: {error.value}"
-
-
-def test_an_exported_task_has_the_means_of_the_whole_run(browser, place, tmp_path):
-    """Also where the file has not all of its rollouts: of those alone every number would be
-    another one."""
-    file, library = tmp_path / "part.html", Library([place / "first"])
-    for version in range(STEPS, STEPS + 2):  # the first of each is in the file, and its mean is 0
-        group = made.group(
-            100 + version, [0.0, 1.0, 1.0, 1.0], task=7, version=version, text="so it is" * 2000
-        )
-        made.write_step(RunDir(place / "first", place / "first/weights"), version + 1, [group])
-    write_page(library, file, 475_000)
-    page = browser.new_context(offline=True).new_page()
-    page.set_default_timeout(30_000)
-    page.goto(f"{file.as_uri()}#/tasks?run=first&env=sums&task=7&step={STEPS}")
-    page.wait_for_selector(".dots")
-    said = page.locator(".detail").inner_text()
-    assert (
-        "16 rollouts of 6 versions" in said
-        and (kept := int(re.search(r"(\d+) of them are in this file", said)[1])) < 16
-    )
-    assert "0.500 (version 3, 2 rollouts) → 0.750 (version 4, 4 rollouts)" in said.replace(
-        "\n", " "
-    )
-    assert (
-        page.locator(".dots circle.one").count() == kept
-        and page.locator(".dots circle.ring").count() > 0
-    )
-    page.context.close()
-    for version in range(STEPS, STEPS + 2):
-        (place / f"first/rollouts/{version + 1:06d}.jsonl").unlink()
 
 
 def test_an_exported_page_needs_neither_server_nor_network(browser, place, tmp_path):

@@ -378,15 +378,6 @@ def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fe
     assert tokens.tokenizer_of(Run(files.root))[0].id_to_token(0) == "<unk>"
 
 
-def test_a_task_over_time(ask):
-    rows = {row.task: row for row in ask("tasks").rows}
-    assert {task: row.rollouts for task, row in rows.items()} == {0: 4, 1: 4, 2: 8, 7: 8}
-    task = ask("task", env="sums", task=1)
-    means = [(version.version, version.mean, len(version.rows)) for version in task.versions]
-    assert means == [(0, 0.5, 2), (2, 0.5, 2)] and rows[2].change == 0.0
-    assert [message.text for message in task.prompt] == ["2 + 2"]
-
-
 def test_time_health_logs_and_differences(ask):
     found = ask("timeline")
     lanes = {(lane.process, lane.name): len(lane.spans) for lane in found.lanes}
