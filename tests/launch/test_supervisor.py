@@ -1,6 +1,7 @@
 """The restart policy, with small scripts in place of the processes: restarts, waits, messages
 and leftovers."""
 
+import errno
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import types
 
 import pytest
 
+from rl.commands import serve
 from rl.config.run import RLConfig
 from rl.launch.children import Children, user_name
 from rl.launch.keeper import SLOW_POLL_S
@@ -900,3 +902,38 @@ def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_kill
     ):
         run.finish()
     assert len(run.events("death", "model")) == 1
+
+
+def test_a_first_start_that_the_system_refuses_is_tried_again(make, monkeypatch):
+    """Regression: it ended the run at once."""
+    run, begin = make(), Children.start
+    refusals = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")]
+
+    def start(self, name, *args):
+        if name == "trainer" and refusals:
+            raise refusals.pop()
+        return begin(self, name, *args)
+
+    monkeypatch.setattr(Children, "start", start)
+    run.begin()
+    assert not run.child("trainer")
+    run.ready("trainer")
+
+
+@pytest.mark.parametrize(("number", "patience_s"), [(errno.EAGAIN, 0.0), (errno.ENOSPC, 30.0)])
+def test_rl_serve_tries_a_start_again_that_the_system_refuses(monkeypatch, number, patience_s):
+    """Regression: a full process table while a server was started again ended `rl serve`."""
+    monkeypatch.setattr(serve, "POLL_S", 0.0)
+    refusals = [BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")] * 2
+
+    def poll():
+        if refusals:
+            raise refusals.pop()
+        return []
+
+    serve.poll(types.SimpleNamespace(poll=poll))
+    assert not refusals
+    refusals.append(OSError(number, os.strerror(number)))
+    monkeypatch.setattr(serve, "LEASE_S", patience_s)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        serve.poll(types.SimpleNamespace(poll=poll))
