@@ -4,6 +4,7 @@ whose."""
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
 from rl.system.errors import RunError
+from rl.trainer.data.batch_sources import FromOrchestrator
 from rl.trainer.data.prefetch import Prefetch
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.single_task_thread import SingleTaskThread
@@ -277,3 +279,13 @@ def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):
     ):
         publisher.finish()
     hangs.set()
+
+
+def test_other_ranks_wait_for_a_batch_as_long_as_a_step_takes():
+    """A deadline counts from when the trainer waits for the thread, which asks before it trains.
+    Regression: their collective had one of its own, so a step and the wait after it had to take
+    less than two hours."""
+    deadlines = []
+    world = SimpleNamespace(new_group=deadlines.append)
+    FromOrchestrator(None, Wait(1.0, lambda *_: None), world)
+    assert deadlines[0] > 7 * 86400 and 1000 * deadlines[0] < 2**31, "which gloo can count"
