@@ -46,10 +46,8 @@ def rubric(*funcs, weights=None):
     return vf.Rubric(funcs=list(funcs) or [exact], weights=weights)
 
 
-def single(*funcs, weights=None, **options):
-    return vf.SingleTurnEnv(
-        **({"dataset": rows(), "rubric": rubric(*funcs, weights=weights)} | options)
-    )
+def single(*funcs, weights=None, kind=vf.SingleTurnEnv, **options):
+    return kind(**({"dataset": rows(), "rubric": rubric(*funcs, weights=weights)} | options))
 
 
 class Chatty(vf.MultiTurnEnv):
@@ -114,7 +112,7 @@ def test_single_turn_keeps_the_turn_exactly():
 def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
     shown = [{"role": "user", "content": "say 9"}, {"role": "assistant", "content": "9"}]
     build = lambda **more: made(  # noqa: E731
-        lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=2, few_shot=shown, **more)
+        lambda: single(kind=Chatty, max_turns=2, few_shot=shown, **more)
     )
     rollout = only(played(build(system_prompt="digits")))
     assert [message["role"] for message in rollout.messages] == [
@@ -133,9 +131,7 @@ def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
 
 def test_multi_turn_is_append_only_and_reasoning_is_kept():
     replies = iter(["hm</think>a", "b", "2"])
-    env = made(
-        lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), lambda prompt: next(replies)
-    )
+    env = made(single(kind=Chatty, max_turns=3), lambda prompt: next(replies))
     rollout = only(played(env, task=2))
     assert rollout.reward == 1.0 and [text(turn.completion_ids) for turn in rollout.turns] == [
         "hm</think>a\x03",
@@ -319,7 +315,7 @@ def test_one_failure_in_a_scored_group_is_all_of_its():
                 raise vf.SandboxError("gone")
 
     turn = iter(range(9))
-    rollouts = played(made(lambda: Flaky(dataset=rows(), rubric=rubric(relative))), num_episodes=3)
+    rollouts = played(made(single(relative, kind=Flaky)), num_episodes=3)
     assert {rollout.cause for rollout in rollouts} == {"environment"} and [
         len(rollout.turns) for rollout in rollouts
     ] == [1, 0, 1]
@@ -338,7 +334,7 @@ def test_an_exit_in_a_scored_group_is_its_failure():
             sys.exit(3)
 
     with pytest.raises(RuntimeError, match=r"called exit\(3\)"):
-        played(made(lambda: Leaves(dataset=rows(), rubric=rubric(relative))), num_episodes=3)
+        played(made(single(relative, kind=Leaves)), num_episodes=3)
 
     def leaves(completions) -> list[float]:
         exit()
@@ -552,7 +548,7 @@ def test_the_environments_own_timeout_and_what_was_said_before():
         await asyncio.sleep(9 if "again" in prompt else 0)
         return "a"
 
-    build = lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3, timeout_seconds=0.3)  # noqa: E731
+    build = lambda: single(kind=Chatty, max_turns=3, timeout_seconds=0.3)  # noqa: E731
     rollout = rollout_of(build, reply)
     assert (rollout.cause, rollout.stop) == (
         "timeout",
@@ -563,9 +559,7 @@ def test_the_environments_own_timeout_and_what_was_said_before():
         and rollout.messages[-1]["content"] == "a"
         and rollout.num_prompt_messages == 1
     )
-    rollout = rollout_of(
-        lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), reply, timeout_s=0.3
-    )
+    rollout = rollout_of(single(kind=Chatty, max_turns=3), reply, timeout_s=0.3)
     assert "generating the rollout took longer than 0.3 s" in rollout.error
     assert (rollout.cause, rollout.stop) == ("timeout", "timeout") and len(rollout.turns) == 1
     assert rollout.messages[-1]["content"] == "a" and rollout.num_prompt_messages == 1
@@ -579,7 +573,7 @@ def test_overlong_is_no_error():
     assert (
         rollout.overlong and rollout.error is None and not rollout.turns and rollout.reward == 0.0
     )
-    build = lambda: Chatty(dataset=rows(), rubric=rubric(lambda completion: 0.5), max_turns=3)  # noqa: E731
+    build = lambda: single(lambda completion: 0.5, kind=Chatty, max_turns=3)  # noqa: E731
     rollout = rollout_of(build, policy=StubPolicy(lambda prompt: "y" * 20, max_model_len=60))
     assert rollout.overlong and rollout.error is None and len(rollout.turns) == 1
     assert (rollout.reward, rollout.stop) == (0.5, "prompt_too_long")
@@ -604,7 +598,7 @@ def test_policy_failures_have_their_causes():
         async def get_prompt_messages(self, state):
             return [vf.UserMessage(content=f"turn {len(state['trajectory'])}")]
 
-    build = lambda: Forgets(dataset=rows(), rubric=rubric(), max_turns=2)  # noqa: E731
+    build = lambda: single(kind=Forgets, max_turns=2)  # noqa: E731
     assert len(rollout_of(build).turns.chains) == 2  # no failure, but a new sample
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     env = made(single(dataset=Dataset.from_list([{"prompt": image, "answer": ""}])))
@@ -624,7 +618,7 @@ def test_a_swallowed_policy_failure_is_still_one(error):
     def reply(prompt):
         return error if "judge this" in prompt else "0"
 
-    rollout = rollout_of(lambda: Swallows(dataset=rows(), rubric=rubric(), max_turns=2), reply)
+    rollout = rollout_of(single(kind=Swallows, max_turns=2), reply)
     assert (rollout.cause, rollout.error) == ("inference", str(error))
 
 
@@ -639,7 +633,7 @@ def test_only_steps_of_the_trajectory_are_turns():
             return [vf.UserMessage(content=hint.message.content)]
 
     policy = StubPolicy(lambda prompt: "hinted" if "hint" in prompt else "0")
-    rollout = rollout_of(lambda: Asks(dataset=rows(), rubric=rubric(), max_turns=2), policy=policy)
+    rollout = rollout_of(single(kind=Asks, max_turns=2), policy=policy)
     assert len(policy.servers.asked) == 3 and policy.servers.asked[1]["sampling"]["max_tokens"] == 3
     assert (
         policy.servers.asked[1]["sampling"]["temperature"] == 1.0
@@ -811,7 +805,7 @@ def test_set_kwargs():
     env = made(single(), set_kwargs={"max_seq_len": 7, "timeout_seconds": 0.5})
     assert env.env.max_seq_len == 7 and env.env.timeout_seconds == 0.5
     build = lambda: vf.EnvGroup(  # noqa: E731
-        [Chatty(dataset=rows(), rubric=rubric(), max_turns=5), single()], ["a", "b"]
+        [single(kind=Chatty, max_turns=5), single()], ["a", "b"]
     )
     assert len(rollout_of(build, set_kwargs={"max_total_completion_tokens": 3}).turns) == 2
     for name, hint in (("max_turn", "did you mean max_turns"), ("zzz", "there are")):
@@ -931,7 +925,7 @@ def test_close_tears_down():
         async def note(self):
             torn.append(1)
 
-    env = made(lambda: Torn(dataset=rows(), rubric=rubric()))
+    env = made(single(kind=Torn))
     asyncio.run(env.close())
     assert torn == [1]
 

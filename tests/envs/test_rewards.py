@@ -16,7 +16,7 @@ from verifiers.rubrics.math_rubric import MathRubric
 
 from tests.envs import stub_policy
 from tests.envs.stub_policy import StubPolicy
-from tests.envs.test_classic import NAN, Chatty, exact, made, only, rows, rubric, single
+from tests.envs.test_classic import NAN, Chatty, exact, made, only, rubric, single
 from tests.waiting import until
 
 played = partial(stub_policy.played, run=asyncio.run)
@@ -82,7 +82,7 @@ def test_what_an_environment_raises_needs_no_text_either():
         async def setup_state(self, state):
             raise vf.SandboxError from MuteError()
 
-    rollout = rollout_of(lambda: Raises(dataset=rows(), rubric=rubric()))
+    rollout = rollout_of(single(kind=Raises))
     assert (rollout.cause, rollout.error) == (
         "environment",
         "SandboxError <- MuteError: <exception str() failed>",
@@ -178,7 +178,7 @@ def test_a_function_that_is_added_while_the_environment_plays():
 
     assert (
         "reward function broken raised ConnectionError: no judge (at "
-        in rollout_of(lambda: Adds(dataset=rows(), rubric=rubric())).error
+        in rollout_of(single(kind=Adds)).error
     )
 
 
@@ -188,7 +188,7 @@ def test_a_function_that_fails_while_the_environment_plays_fails_the_rollout():
             state["completion"] = []
             await self.rubric.score_rollout(state)
 
-    rollout = rollout_of(lambda: Peeks(dataset=rows(), rubric=rubric()))
+    rollout = rollout_of(single(kind=Peeks))
     assert (
         rollout.cause == "reward"
         and "reward function exact raised IndexError: list index out of range" in rollout.error
@@ -307,7 +307,7 @@ def test_an_environment_that_clears_its_trajectory_is_scored():
             return [vf.UserMessage(content="x" * 500)]
 
     env = made(
-        lambda: Clears(dataset=rows(), rubric=rubric(failing(0.5))),
+        single(failing(0.5), kind=Clears),
         policy=StubPolicy(lambda prompt: "y", max_model_len=200),
     )
     rollout = only(played(env))
@@ -395,9 +395,7 @@ def rubric_of(weighted):
 def test_a_reward_that_counts_is_that_of_a_healthy_rubric(of_groups):
     """Rubrics of up to four functions, in every form, with random weights, readers and failures."""
     draw = random.Random(7)
-    env = made(
-        Numbered(dataset=rows(), rubric=rubric(*([failing_group] if of_groups else [exact])))
-    )
+    env = made(single(*([failing_group] if of_groups else [exact]), kind=Numbered))
     seen = {"counts": 0, "failed": 0, "metric": 0}
     for _ in range(300):
         functions = [Function(draw, number, of_groups) for number in range(draw.randint(1, 4))]

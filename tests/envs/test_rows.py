@@ -39,6 +39,10 @@ TEXT, IMAGE = (
 ASKED = [{"role": "user", "content": "a"}]
 
 
+def asking(content):
+    return [{"prompt": [{"role": "user", "content": content}]}]
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -137,19 +141,19 @@ def called(name, arguments):
             r"bad\.jsonl:1: prompt\[0\]: not a chat message: it needs a role",
         ),
         (
-            [{"prompt": [{"role": "user", "content": None}]}],
+            asking(None),
             r"bad\.jsonl:1: prompt\[0\]\.content: null; give text",
         ),
         (
-            [{"prompt": [{"role": "user", "content": ["a"]}]}],
+            asking(["a"]),
             r"bad\.jsonl:1: prompt\[0\]\.content: a list with 'a'; give text, or parts",
         ),
         (
-            [{"prompt": [{"role": "user", "content": [TEXT, IMAGE]}]}],
+            asking([TEXT, IMAGE]),
             r"1: prompt\[0\]\.content: a list with {'type': 'image_url', .*; give text",
         ),
         (
-            [{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}],
+            asking([{"type": "text"}]),
             r"1: prompt\[0\]\.content: a list with {'type': 'text'}; give",
         ),
         (

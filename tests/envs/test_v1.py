@@ -57,6 +57,10 @@ def saying(text):
     return StubPolicy(lambda prompt: text)
 
 
+def program(policy, **harness):
+    return load("v1-program", policy, {"agent": {"harness": harness}})
+
+
 def add_up(prompt):
     """Calls the tool with the number asked for, then repeats its result."""
     number = prompt.split("what is ")[1].split(" ")[0]
@@ -468,7 +472,7 @@ def test_a_harness_of_the_package_s_own_is_served_over_http_and_may_stream():
 )
 def test_what_a_call_asks_for_in_vain_is_refused(body, text):
     """Regression: a harness that wanted JSON got free text, in silence."""
-    [[rollout]] = play(load("v1-program", saying("on it"), {"agent": {"harness": {"body": body}}}))
+    [[rollout]] = play(program(saying("on it"), body=body))
     assert rollout.cause == ("environment" if text else None) and (text or "") in (
         rollout.error or ""
     )
@@ -481,7 +485,7 @@ def test_what_a_call_asks_for_in_vain_is_refused(body, text):
 def test_a_harness_that_swallows_a_failed_call_is_not_trained(also, cause, reward):
     """Inference was lost; verifiers 0.4 scores what the harness makes of it."""
     policy = StubPolicy(lambda prompt: InferenceLostError("gone") if "boom" in prompt else "on it")
-    [[rollout]] = play(load("v1-program", policy, {"agent": {"harness": {"also": [also]}}}))
+    [[rollout]] = play(program(policy, also=[also]))
     assert (rollout.cause, rollout.reward) == (cause, reward) and (
         "gone" in rollout.error if cause else not rollout.error
     )
@@ -497,7 +501,7 @@ def test_a_failed_call_that_is_not_asked_again_fails_the_rollout(then, cause):
     policy = StubPolicy(
         lambda prompt: next(failures, "on it") if "fails once" in prompt else "on it"
     )
-    [[rollout]] = play(load("v1-program", policy, {"agent": {"harness": {"then": then}}}))
+    [[rollout]] = play(program(policy, then=then))
     assert (rollout.cause, rollout.error) == (cause, cause and "gone") and len(
         rollout.turns
     ) == len(then)
@@ -512,9 +516,7 @@ def test_an_answer_that_comes_after_the_end_of_its_trace_is_not_trained():
         return "late" if "late" in prompt else "on it"
 
     policy = StubPolicy(reply, max_model_len=100)
-    [[rollout]] = play(
-        load("v1-program", policy, {"agent": {"harness": {"also": ["late", "x" * 100]}}})
-    )
+    [[rollout]] = play(program(policy, also=["late", "x" * 100]))
     assert len(policy.servers.asked) == 2 and rollout.overlong and not rollout.error
     assert [text(turn.completion_ids) for turn in rollout.turns] == ["on it"]
 

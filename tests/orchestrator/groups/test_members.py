@@ -73,7 +73,7 @@ def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
     async def work(pool):
         kept = []
         playing = asyncio.create_task(
-            pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append)
+            light_worker.play(pool, 7, 4, [Rollout(episode=1, reward=9.0)], kept.append)
         )
         while not kept:
             await asyncio.sleep(0.02)
@@ -163,7 +163,7 @@ def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, mo
         pool.add_metrics = lambda rollouts: [
             rollout.metrics.update(added=1.0) for rollout in rollouts
         ]
-        return await pool.play("light", "train", 7, 3, {}, 0, [old], kept.append), [[old], *kept]
+        return await light_worker.play(pool, 7, 3, [old], kept.append), [[old], *kept]
 
     rollouts, kept = light_worker.run(tmp_path, monkeypatch, work)
     assert [rollout.metrics for rollout in rollouts] == [
