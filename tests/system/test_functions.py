@@ -161,13 +161,19 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
         )
 
 
-def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from helpers_of_this_test import of",
+        "import os, helpers_of_this_test as helpers\nof = helpers.of  # second in its line",
+    ],
+)
+def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path, monkeypatch, text):
+    monkeypatch.delitem(sys.modules, "helpers_of_this_test", raising=False)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "helpers_of_this_test.py").write_text(f"of = '{folder}'\n")
-        (tmp_path / folder / "mine.py").write_text(
-            "from helpers_of_this_test import of\ndef told(a, b):\n    return of\n"
-        )
+        (tmp_path / folder / "mine.py").write_text(f"{text}\ndef told(a, b):\n    return of\n")
     assert UserFunction("credit", f"{tmp_path}/a/mine.py:told", "group, config")(1, 2) == "a"
     with pytest.raises(
         RunError,

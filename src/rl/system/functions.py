@@ -25,7 +25,7 @@ from rl.system.terminal import did_you_mean
 FOLDERS: set[Path] = set()
 """Folders of the files that were imported."""
 HOW = "write file.py:function or module:function"
-IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from\s+(?=\w)|import\s)([^#;\n]*)", re.MULTILINE)
 
 
 class Blame(contextlib.AbstractContextManager[None]):
@@ -147,7 +147,10 @@ def wrong_neighbour(path: Path) -> str:
     """Describes the first import of a file that would get a file of another function's folder
     instead of the one beside it, or empty."""
     folders = FOLDERS | {path.parent}
-    for stem in set(IMPORT.findall(path.read_text())):
+    text = path.read_text(errors="replace")  # names are readable in any encoding
+    # `from a.b import c` or `import a.b as c, d`
+    modules = (m for names in IMPORT.findall(text) for m in names.split(" import ")[0].split(","))
+    for stem in sorted({match[0] for name in modules if (match := re.match(r"\w+", name.strip()))}):
         beside = path.with_name(f"{stem}.py")
         loaded = getattr(sys.modules.get(stem), "__file__", None)
         files = [Path(loaded or "")] if loaded else [Path(p, beside.name) for p in sys.path]
