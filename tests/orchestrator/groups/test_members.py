@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from rl.envs.policy import TALKS
 from rl.envs.worker import Worker
 from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.main import run
@@ -17,6 +18,7 @@ from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
 from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
 from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.turns import Turns
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests import steady
 from tests.orchestrator import light_worker
@@ -190,6 +192,21 @@ def test_a_cancellation_of_the_environments_own_is_a_failed_rollout():
     """The group must not hang."""
     answers = sent(CancelsItself(), PlayGroup(1, "train", 0, 2, {}, 0))
     assert answers == [([0, 1], 0)]
+
+
+class BreaksItsTalk:
+    """An environment that fails, and whose conversation cannot be told."""
+
+    scores_groups = False
+
+    async def play(self, order, num_episodes):
+        TALKS.get().append(SimpleNamespace(turns=Turns()))
+        raise ValueError("broken")
+
+
+def test_a_failure_that_cannot_be_told_is_one():
+    """Regression: the group hung."""
+    assert sent(BreaksItsTalk(), PlayGroup(1, "train", 0, 1, {}, 0)) == [([0], 0)]
 
 
 def test_a_failed_member_is_played_again(tmp_path):
