@@ -39,7 +39,7 @@ FIRST_SIGN_S = 300.0
 restarted: its imports come before it."""
 MAX_FAILED_STARTS = 2
 """The run ends after this many attempts of a role that fail before they come up: the next would
-fail too. A server fails even later, if it ends with an error before it has sampled a token: its
+fail too. A server's attempt also counts if it ends with an error before it has sampled a token: its
 model, settings or device are at fault. A SIGKILL and the loss of a machine do not count."""
 SHOWN_DEATHS = 5
 

@@ -4,8 +4,8 @@ Batch N+1 makes version N+1 from N, so a token of version v in it lags N - v. Li
 in flight therefore limits the lag. With `loaded` the version in inference and `newest` the last
 batch, at most (loaded + 1 + max_lag - newest) batches' worth of episodes are playing or waiting. If
 they finish in order, the last of them goes into batch loaded + 1 + max_lag. Its tokens, of version
->= loaded, lag at most max_lag there. Dropped groups make room for their replacements. With max_lag = 0 no group can be
-overtaken, and lag is always 0.
+>= loaded, lag at most max_lag there. Dropped groups make room for their replacements. With max_lag
+= 0 no group can be overtaken, and lag is always 0.
 
 With max_lag = 0, a batch would have to wait for each round of replacements while the servers are
 nearly idle. To avoid that, the number of groups started is what the batch is expected to need,
