@@ -78,6 +78,13 @@ def test_what_is_too_much_for_one_message_goes_in_several_and_too_long_a_rollout
     assert long.error.endswith("ValueError: 67 MiB of tokens and messages, 64 are allowed")
 
 
+def test_a_message_has_no_more_rollouts_than_the_pool_takes(monkeypatch):
+    """The pool stops a worker that sends more: the group would be played again, to no end."""
+    monkeypatch.setattr(worker, "MAX_ROLLOUTS", 3)
+    played = sent([Rollout(episode=i // 2) for i in range(4)])
+    assert [(reply.unfinished, len(reply.rollouts)) for reply in played] == [(1, 2), (0, 2)]
+
+
 def test_the_error_of_an_environment_that_does_not_load_has_a_bound(tmp_path):
     async def main():
         heard = asyncio.Queue()
