@@ -19,7 +19,7 @@ from rl.commands.environment import (
 from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from rl.wire.worker_messages import Description
-from tests.commands.driver import CODE, rl, start, words
+from tests.commands.driver import CODE, rl, start
 from tests.commands.servers import Endpoint
 from tests.web import serving
 
@@ -150,7 +150,7 @@ def test_what_an_environment_says_does_not_act_on_the_terminal(capsys):
 def test_shown_without_any_model(tmp_path):
     code, out, err = rl(
         tmp_path,
-        *words("env say-digit --args.tasks 3 --export t.jsonl --limit 2 --split train"),
+        "env say-digit --args.tasks 3 --export t.jsonl --limit 2 --split train",
     )
     assert code == 0, err
     for text in (
@@ -174,10 +174,9 @@ def test_rollouts_in_full(tmp_path):
     with serving(Endpoint("good")) as server:
         code, out, err = rl(
             tmp_path,
-            *words("env say-digit --rollouts 2 --split eval --policy"),
+            "env say-digit --rollouts 2 --split eval --policy",
             server.url,
-            "--args.turns",
-            "2",
+            "--args.turns 2",
         )
     assert code == 0, err
     assert re.search(r"--- eval task 1\n  reward 1\.000 \(.*\)\n  finished, 6 tokens\n", out)

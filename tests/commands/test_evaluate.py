@@ -62,11 +62,9 @@ def test_what_is_evaluated():
     ) == (4, 32, "-quick")
     config = build(
         parse_args(
-            [
-                *words(
-                    "--orchestrator.environment.id x --orchestrator.eval.id y --orchestrator.eval.samples 4"
-                ),
-            ]
+            words(
+                "--orchestrator.environment.id x --orchestrator.eval.id y --orchestrator.eval.samples 4"
+            )
         )
     )
     assert [
@@ -141,7 +139,7 @@ def test_two_models_of_an_endpoint(tmp_path):
     with serving(Endpoint("good", "bad")) as server:
         flags = (
             *SAY_DIGIT,
-            *words("--samples 2 --output o --orchestrator.eval.sampling.temperature 0 --seed 1"),
+            "--samples 2 --output o --orchestrator.eval.sampling.temperature 0 --seed 1",
         )
         code, out, err = rl(
             tmp_path,
@@ -195,9 +193,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
     with serving(StubInference(model, tmp_path / "status.json", skill=1.0)):
         address = json.loads((tmp_path / "status.json").read_text())["address"]
         flags = (
-            *words(
-                f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
-            ),
+            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
         )
         code, out, err = rl(
             tmp_path,
@@ -206,8 +202,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
             *flags,
             "--orchestrator.inference_urls",
             f'["{address}"]',
-            "--compare",
-            "e/report.json",
+            "--compare e/report.json",
         )
     assert code == 0, err
     assert (
@@ -266,9 +261,7 @@ def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_
         "def exact(completion, answer):\n    return float(completion[-1]['content'] == answer)\n"
     )
     flags = (
-        *words(
-            "--orchestrator.environment.dataset rows.jsonl --orchestrator.environment.reward rewards.py:exact --orchestrator.sampling.temperature 0"
-        ),
+        "--orchestrator.environment.dataset rows.jsonl --orchestrator.environment.reward rewards.py:exact --orchestrator.sampling.temperature 0",
     )
     with serving(Endpoint("good")) as server:
         for digit, more in ((1, ()), (2, ("--compare", "1"))):
@@ -325,7 +318,7 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
     with serving(Endpoint("good")) as server:
         flags = (
             *SAY_DIGIT,
-            *words("--orchestrator.environment.args.fail always --orchestrator.rollout_retries 0"),
+            "--orchestrator.environment.args.fail always --orchestrator.rollout_retries 0",
         )
         code, _, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
     assert (
@@ -338,9 +331,7 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
 def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     flags = (
         *SAY_DIGIT,
-        *words(
-            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
-        ),
+        f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
     )
     code, _, err = rl(
         tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')")
@@ -351,12 +342,12 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     )
     slow = "import time; time.sleep(600)"
     code, _, err = rl(
-        tmp_path, "eval", *flags, "--inference.startup_timeout_s", "1", code=with_server(slow)
+        tmp_path, "eval", *flags, "--inference.startup_timeout_s 1", code=with_server(slow)
     )
     assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
     assert not list(tmp_path.rglob("server-*"))
     (tmp_path / "empty").mkdir()
-    code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy", "empty")
+    code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy empty")
     assert (
         code == 1
         and f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err
@@ -366,9 +357,7 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
 def test_ctrl_c_leaves_nobody(tmp_path, model):
     flags = (
         *SAY_DIGIT,
-        *words(
-            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
-        ),
+        f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
     )
     process = start(tmp_path, "eval", *flags, code=with_server("import time; time.sleep(600)"))
     logs = until(lambda: list(tmp_path.glob("outputs/*/*/logs/worker-*")), 60)

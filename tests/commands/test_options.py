@@ -125,7 +125,7 @@ def test_help_is_quick(tmp_path, command):
 
 
 def test_dry_run_of_a_command(tmp_path):
-    code, out, _ = rl(tmp_path, "env", "e", "--args", '{"n": [1, "ü"]}', "--dry-run", "--seed", "3")
+    code, out, _ = rl(tmp_path, "env", "e", "--args", '{"n": [1, "ü"]}', "--dry-run --seed 3")
     (tmp_path / "config.toml").write_text(out)
     config = from_toml(tmp_path / "config.toml")
     assert code == 0 and (config.seed, config.orchestrator.environment[0].args) == (

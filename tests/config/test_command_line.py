@@ -294,17 +294,6 @@ def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys
     )
 
 
-def test_a_fault_ends_the_program_with_2(capsys):
-    with pytest.raises(SystemExit) as error:
-        load_config_or_exit([*ENV, "--bogus", "1"])
-    assert error.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "rl: 1 fault in the configuration\n  bogus = 1 (--bogus)\n    unknown key; see "
-        "--help all\n"
-    )
-
-
 def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
     """What `rl` printed, and the CPU seconds that it took: wall time would be that of the
     machine's other work, too."""

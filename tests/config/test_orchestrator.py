@@ -137,16 +137,3 @@ def test_rows_that_are_trained_on_are_not_held_out(entry, held_out):
     )
     for found in (config, OrchestratorConfig(**config.model_dump())):
         assert found.eval[0].eval_dataset == held_out
-
-
-def test_a_greedy_policy_cannot_be_trained():
-    with pytest.raises(
-        ConfigError,
-        match=r"orchestrator.sampling.temperature = 0.0\n *is greedy: all rollouts of a group would "
-        r"be identical",
-    ):
-        build(
-            parse_args(
-                ["--orchestrator.environment.id", "e", "--orchestrator.sampling.temperature", "0"]
-            )
-        )

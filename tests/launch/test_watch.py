@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from rl.commands import logs
-from rl.config.run import RLConfig
 from rl.launch import watch
 from rl.run_dir.events import Event, append_event, read_events
-from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver
+from rl.run_dir.nodes import Jobs, Nodes, RunOver
 from rl.run_dir.status import Staleness
+from tests.cluster.configs import run_config, status_of
 from tests.launch.test_run import FOREVER, Run
 from tests.waiting import alive, until
 
@@ -160,33 +160,14 @@ def cluster(tmp_path, monkeypatch):
         monkeypatch.setattr(watch, name, seconds)
     monkeypatch.setattr(logs, "POLL_S", 0.05)
     monkeypatch.setattr(logs, "LOOK_S", 0.0)
-    place = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    config = RLConfig.model_validate(place | {"cluster": {"engine": "slurm", "nodes": 3}})
+    config = run_config(tmp_path, {"engine": "slurm"})
     config.run_dir.logs.mkdir(parents=True)
     nodes = Nodes(config.run_dir)
     nodes.folder.mkdir(parents=True)
 
     def machine(index: int, *roles: str) -> None:
-        about = {
-            "address": "",
-            "port": 0,
-            "ranks": 0,
-            "gpus": 0,
-            "software": "",
-            "config": "",
-            "lease": 1,
-            "pid": 1,
-            "place": "elsewhere",
-        }
-        now = {"started": time.time(), "heartbeat": time.time()}
-        nodes.write(
-            nodes.status_path(index),
-            NodeStatus(index=index, host=f"host{index}", roles=[*roles], **now, **about),
-        )
+        status = status_of(index, roles=[*roles], place="elsewhere", heartbeat=time.time())
+        nodes.write(nodes.status_path(index), status)
 
     return SimpleNamespace(config=config, dir=config.run_dir, nodes=nodes, machine=machine)
 

@@ -261,8 +261,3 @@ def test_a_parity_that_passes_above_its_limit_says_why(capsys):
     assert (
         report("bfloat16", [ScoredToken(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1
     )
-
-
-def test_parity_of_a_model_that_is_not_there():
-    found = doctor("--parity", "./nowhere")
-    assert found.returncode == 1 and "no such folder" in found.stderr
