@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from rl.commands.compare import means, seed_lines, stretches
-from rl.config.command_line import build, parse_args, to_toml
+from rl.config.command_line import to_toml
 from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import BranchOrigin
 from tests.commands.driver import called
+from tests.flags import made
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def runs(tmp_path, monkeypatch):
             f"--orchestrator.environment.id e --name {name} --max_steps 4 --trainer.optim.lr {lr}"
         )
         lora = " --trainer.lora --trainer.gpus 0" if name == "y" else ""
-        config = build(parse_args((line + lora).split()))
+        config = made(line + lora)
         config.run_dir.root.mkdir(parents=True)
         config.run_dir.config.write_text(to_toml(config))
         logs = {

@@ -11,15 +11,15 @@ from rl.commands import evaluate
 from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
 from rl.commands.evaluate import evaluations_only, num_examples
 from rl.commands.policy_spec import PolicySource
-from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
 from rl.main import subcommand
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import ENVIRONMENTS, rl, start, with_server, words
+from tests.commands.driver import ENVIRONMENTS, rl, start, with_server
 from tests.commands.servers import Endpoint
+from tests.flags import made
 from tests.orchestrator.stub_inference import StubInference
 from tests.waiting import until
 from tests.web import serving
@@ -47,9 +47,7 @@ def policy(name, rewards, **fields):
 
 
 def test_what_is_evaluated():
-    config = build(
-        parse_args(words("--orchestrator.environment.id a/x --orchestrator.environment.args.n 3"))
-    )
+    config = made("--orchestrator.environment.id a/x --orchestrator.environment.args.n 3")
     derived = evaluations_only(config, 5, 2, quick=False).orchestrator
     assert derived.environment == [] and [
         (one.id, one.args, one.num_examples, one.samples) for one in derived.eval
@@ -60,12 +58,8 @@ def test_what_is_evaluated():
         quick.orchestrator.sampling.max_tokens,
         quick.name[-6:],
     ) == (4, 32, "-quick")
-    config = build(
-        parse_args(
-            words(
-                "--orchestrator.environment.id x --orchestrator.eval.id y --orchestrator.eval.samples 4"
-            )
-        )
+    config = made(
+        "--orchestrator.environment.id x --orchestrator.eval.id y --orchestrator.eval.samples 4"
     )
     assert [
         (one.id, one.samples)
@@ -93,7 +87,7 @@ def test_how_many_examples():
 def test_two_policies_side_by_side(tmp_path, capsys):
     ours = policy("new", {0: [1.0, 1.0], 1: [1.0, 0.0], 2: [1.0, 1.0]}, metrics={"m": 2.0})
     theirs = policy("old", {0: [0.0, 0.0], 1: [0.0, 0.0]})
-    config = build(parse_args(["--orchestrator.environment.id", "e"]))
+    config = made("--orchestrator.environment.id e")
     report = write_report(tmp_path / "o", config, [ours, theirs])
     gap = report["comparison"]["e"]["reward_mean"]
     assert (gap["mean"], gap["low"], gap["high"], gap["num_examples"]) == (0.75, 0.5, 1.0, 2)
@@ -299,7 +293,7 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
         '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", '
         "sampling = {temperature = 0.75}}]"
     )
-    config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
+    config = made("--orchestrator.environment.id x --orchestrator.eval", evals)
     session = Session()
     session.config = config
     parts = asyncio.run(evaluate.evaluate_policy(session, PolicySource("p"), tmp_path, None))

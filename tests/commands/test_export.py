@@ -3,9 +3,10 @@ tests/trainer/test_export.py has the exports."""
 
 import pytest
 
-from rl.config.command_line import build, parse_args, to_toml
+from rl.config.command_line import to_toml
 from rl.models.tiny import make_tiny_model
 from tests.commands.driver import called
+from tests.flags import made
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def run(tmp_path):
     for name in ("checkpoints/000004", "weights/000003", "weights/000004"):
         (root / name).mkdir(parents=True)
     line = f"--model.name {tmp_path}/base --name r --output_dir /elsewhere"
-    config = build(parse_args(f"--orchestrator.environment.id e {line}".split()))
+    config = made(f"--orchestrator.environment.id e {line}")
     (root / "config.toml").write_text(to_toml(config))
     return root
 

@@ -13,7 +13,6 @@ import pytest
 
 from rl.commands.replay import Verdict, main, plan
 from rl.config.command_line import to_toml
-from rl.config.run import RLConfig
 from rl.config.trainer import ReplayConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
@@ -24,6 +23,7 @@ from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from tests.commands.driver import words
 from tests.families import CONFIGS
+from tests.flags import made
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 
@@ -36,30 +36,18 @@ def run_dir(tmp_path_factory):
     versions are kept."""
     root = tmp_path_factory.mktemp("run")
     model = make_tiny_model(root / "model", CONFIGS["qwen3_moe"])
-    settings = {
-        "name": "run",
-        "output_dir": str(root),
-        "max_steps": STEPS,
-        "model": {"name": str(model), "dtype": "float32"},
-    }
-    settings |= {"orchestrator": {"environment": [{"id": "test"}]}}
-    trainer = {
-        "gpus": 0,
-        "ranks": 2,
-        "checkpoint": {"interval": 2},
-        "weights": {"keep_last": 2},
-        "optim": {"lr": 1e-3},
-    }
-    trainer["expert_parallel"] = 2
-    trainer["strict_parity"] = False  # the stub's log-probabilities are no model's
-    config = RLConfig.model_validate(settings | {"trainer": trainer})
+    # the stub's log-probabilities are no model's
+    config = made(
+        f"--name run --output_dir {root} --max_steps {STEPS} --model.name {model} --model.dtype float32",
+        "--orchestrator.environment.id test --trainer.optim.lr 1e-3 --trainer.strict_parity false",
+        "--trainer.gpus 0 --trainer.ranks 2 --trainer.expert_parallel 2",
+        "--trainer.checkpoint.interval 2 --trainer.weights.keep_last 2",
+    )
     write_file(config.run_dir.config, to_toml(config).encode())
     batches = [make_batch(step) for step in range(1, STEPS + 1)]
     for batch in batches:
         write_batch(config.run_dir.batch(batch.step), batch, {})
-    ranks = [
-        *words("-m torch.distributed.run --standalone --nproc-per-node=2 -m rl.trainer.main"),
-    ]
+    ranks = words("-m torch.distributed.run --standalone --nproc-per-node=2 -m rl.trainer.main")
     with StubOrchestrator(config.run_dir, batches):
         command = [sys.executable, *ranks, f"@{config.run_dir.config}"]
         done = subprocess.run(

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from rl.config.command_line import build, load_config_or_exit, parse_args
+from rl.config.command_line import load_config_or_exit
 from rl.config.quick import shrink
 from rl.models.tiny import make_tiny_model
 from tests.commands.driver import rl, start, words
+from tests.flags import made
 
 
 @pytest.fixture(scope="module")
@@ -145,11 +146,7 @@ def test_faults_of_the_configuration(place):
 def test_a_resolved_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    config = build(
-        parse_args(
-            words("--sft.dataset run --sft.validation d/*.jsonl --sft.epochs 3 --model.name a/b")
-        )
-    )
+    config = made("--sft.dataset run --sft.validation d/*.jsonl --sft.epochs 3 --model.name a/b")
     assert (config.name, config.trainer.loss.type, config.trainer.optim.lr) == (
         "sft-b",
         "cross_entropy",
@@ -160,11 +157,8 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
         str(tmp_path / "run"),
         str(tmp_path / "d" / "*.jsonl"),
     )
-    assert (
-        build(parse_args(["--sft.dataset", "owner/name"])).with_absolute_paths().sft.dataset
-        == "owner/name"
-    )
-    assert build(parse_args(words("--sft.dataset d --learning_rate 1e-4"))).trainer.optim.lr == 1e-4
+    assert made("--sft.dataset owner/name").with_absolute_paths().sft.dataset == "owner/name"
+    assert made("--sft.dataset d --learning_rate 1e-4").trainer.optim.lr == 1e-4
     quick = shrink(config)
     assert (quick.max_steps, quick.sft.epochs, quick.sft.batch_size, quick.name) == (
         2,

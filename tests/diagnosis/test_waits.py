@@ -70,17 +70,17 @@ class Run:
     """A run directory that is written by hand."""
 
     def __init__(self, root, **settings):
-        defaults = {
-            "name": "run",
-            "output_dir": str(root),
-            "max_steps": 100,
-            "orchestrator": {"environment": [{"id": "sums"}]},
-        }
-        defaults["model"] = {"dtype": "bfloat16"}
+        defaults = {"name": "run", "output_dir": str(root), "model": {"dtype": "bfloat16"}}
+        defaults |= {"max_steps": 100, "orchestrator": {"environment": [{"id": "sums"}]}}
         self.config = RLConfig.model_validate(defaults | settings)
         self.dir = self.config.run_dir
         self.dir.logs.mkdir(parents=True)
         self.now = time.time()
+
+    def plays(self, *names):
+        envs = [{"id": name} for name in names]
+        given = self.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}}
+        self.config = RLConfig.model_validate(given)
 
     def status(self, name, what, since=1.0, heartbeat=0.0, **more):
         """Writes a status; `what` is from `does`."""
@@ -694,10 +694,7 @@ def counts(env, finished, trained, **failed):
 def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_ended_well(
     run, gone
 ):
-    envs = [{"id": name} for name in ("bad", "doubtful", "good", "lost", "solved")]
-    run.config = RLConfig.model_validate(
-        run.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}}
-    )
+    run.plays("bad", "doubtful", "good", "lost", "solved")
     run.rl(gone)
     run.metrics(range(1, 101), **{"time/step": 10.0})
     lost = {f"rollouts/lost/{name}": [8, 0] for name in ("finished", "trained")} | {
@@ -736,10 +733,7 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
 
 
 def test_an_environment_that_breaks_late_is_named_although_the_reward_rises(run):
-    envs = [{"id": name} for name in ("a", "b")]
-    run.config = RLConfig.model_validate(
-        run.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}}
-    )
+    run.plays("a", "b")
     run.working()
     rewards = [step / 100 for step in range(1, 96)]
     healthy, broken = (

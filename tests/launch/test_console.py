@@ -9,13 +9,12 @@ import time
 
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.diagnosis.rollouts import messages_text
 from rl.launch.console import COLUMNS, Console, alike, cell, phase_text
 from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
-from tests.flags import flags
+from tests.flags import made
 
 TRAINER = {
     "loss/mean": -0.01234,
@@ -40,7 +39,7 @@ class Screen:
 
     def __init__(self, tmp_path, *args: str, out=None):
         base = f"--orchestrator.environment.id e --name r --output_dir {tmp_path} --max_steps 9"
-        self.config = build(parse_args(flags(base, *args)))
+        self.config = made(base, *args)
         self.run_dir = self.config.run_dir
         self.out = out or io.StringIO()
         self.reader = MetricsReader(self.run_dir.metrics)

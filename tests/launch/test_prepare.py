@@ -25,7 +25,7 @@ from rl.run_dir.status import RunEnd, Staleness
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
-from tests.flags import flags
+from tests.flags import flags, made
 from tests.launch.long_run import make_run, restored
 
 
@@ -138,16 +138,16 @@ def test_a_directory_in_which_nothing_was_made_is_used_again(place):
         and not place.run_dir.evals.exists()
     )
     assert "--resume 3: needs batches 1 to 3" in place.fails("--max_lag 0", resume=3)
-    for made in (
+    for path in (
         place.run_dir.batch(1),
         place.run_dir.pending,
         place.run_dir.digests(1),
         place.run_dir.checkpoint(1) / "x",
     ):
-        made.parent.mkdir(parents=True, exist_ok=True)
-        made.write_text("x")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
         assert " exists: continue that run with --resume" in place.fails()
-        shutil.rmtree(made.parent if made.parent.name != "000001" else made.parent.parent)
+        shutil.rmtree(path.parent if path.parent.name != "000001" else path.parent.parent)
 
 
 def test_a_run_lives_where_its_config_toml_lies(place):
@@ -157,7 +157,7 @@ def test_a_run_lives_where_its_config_toml_lies(place):
     there = place.tmp / "elsewhere" / "moved"
     there.parent.mkdir()
     place.root.rename(there)
-    config = build(parse_args(["@", str(there / "config.toml"), "--max_steps", "7"]))
+    config = made("@", str(there / "config.toml"), "--max_steps", "7")
     assert config.run_dir.root == there and from_toml(there / "config.toml").name == "moved"
     prepared = prepare(config.with_absolute_paths(), resume=-1, clean=False)
     prepared.lease.close()
@@ -169,16 +169,13 @@ def test_a_run_lives_where_its_config_toml_lies(place):
     ]
     assert not place.root.exists() and 'name = "moved"' in (there / "config.toml").read_text()
     assert (
-        build(parse_args(["@", str(there / "config.toml"), "--name", "new"])).run_dir.root
-        == there.parent / "new"
+        made("@", str(there / "config.toml"), "--name", "new").run_dir.root == there.parent / "new"
     )
     (there.parent / "link").symlink_to(there)
-    assert (
-        build(parse_args(["@", str(there.parent / "link" / "config.toml")])).run_dir.root == there
-    )
+    assert made("@", str(there.parent / "link" / "config.toml")).run_dir.root == there
     # a copy of the settings is no run
     (place.tmp / "config.toml").write_bytes((there / "config.toml").read_bytes())
-    assert build(parse_args(["@", str(place.tmp / "config.toml")])).run_dir.root == there
+    assert made("@", str(place.tmp / "config.toml")).run_dir.root == there
 
 
 def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one_it_was_copied_from(
@@ -197,7 +194,7 @@ def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one
     assert run_dir_of(renamed, stored_config(renamed)).weights(1).is_dir()
     copy = place.tmp / "backup" / "s"
     shutil.copytree(renamed, copy)
-    same = build(parse_args(["@", str(copy / "config.toml")]))
+    same = made("@", str(copy / "config.toml"))
     for how in ({"resume": -1, "clean": False}, {"resume": None, "clean": True}):
         with pytest.raises(
             RunError,
@@ -724,7 +721,4 @@ def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
         config.run_dir.root == tmp_path / "outputs" / "e-model"
         and config.run_dir.weights_dir == tmp_path / "w" / "e-model"
     )
-    assert (
-        build(parse_args([*args, "--model.name", "owner/m"])).with_absolute_paths().model.name
-        == "owner/m"
-    )
+    assert made(*args, "--model.name", "owner/m").with_absolute_paths().model.name == "owner/m"

@@ -142,6 +142,7 @@ def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
     ]
     code, out, error = rl(run, "logs", "outputs/r", "trainer", "-f", "-n", "1")
     assert (code, out) == (0, "last words\n") and "continue it with" in error, "a run that is dead"
+    assert run.processes[0].wait(60) == 0, "although its trainer died once"
 
 
 # Runs on a cluster, written by hand ---------------------------------------------------------------
