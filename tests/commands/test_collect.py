@@ -14,6 +14,7 @@ from rl.system.errors import RunError
 from rl.trainer.sft.rows import why_unused
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
+from tests import jsonl
 from tests.commands.driver import rl, with_server
 from tests.commands.servers import Endpoint
 from tests.orchestrator.made import turn
@@ -116,7 +117,7 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
     assert not list(tmp_path.glob("outputs/*/server"))
     folders = {path.name for path in (tmp_path / "outputs").iterdir()}  # named by what was played
     assert folders == {"collect-say-digit-good", f"collect-say-digit-{model.name}"}
-    lines = [json.loads(text) for text in path.read_bytes().splitlines()]
+    lines = jsonl.read(path)
     assert sorted((one["task"], one["sample"]) for one in lines) == [
         (task, sample) for task in (0, 1, 2) for sample in (0, 1)
     ]
@@ -133,7 +134,7 @@ def test_lines_say_which_agents_are_not_trained(tmp_path):
     path = tmp_path / "r.jsonl"
     told = Collection("p", {}, path, tokens=False)
     told.write("e", 0, [Rollout(agent="solver"), Rollout(agent="judge", trainable=False)], 1.0)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = jsonl.read(path)
     assert [(line["agent"], line.get("why")) for line in lines] == [
         ("solver", None),
         ("judge", "not_trainable"),
@@ -162,7 +163,7 @@ def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
         [Rollout(turns=[turn((1, 2), (3,))], reward=1.0), Rollout(error="broken", episode=1)],
         0.7,
     )
-    first, failed = (parse(json.loads(text), "line") for text in path.read_text().splitlines())
+    first, failed = (parse(line, "line") for line in jsonl.read(path))
     assert (first.task, first.reward, first.temperature, first.turns[0].completion_ids) == (
         3,
         1.0,

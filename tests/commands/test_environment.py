@@ -1,6 +1,5 @@
 """`rl env`: its arguments, and what it shows."""
 
-import json
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from rl.commands.environment import (
 from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from rl.wire.worker_messages import Description
+from tests import jsonl
 from tests.commands.driver import CODE, rl, start
 from tests.commands.servers import Endpoint
 from tests.web import serving
@@ -162,7 +162,7 @@ def test_shown_without_any_model(tmp_path):
         "the first train task:\n    user: say 0",
     ):
         assert text in out
-    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    lines = jsonl.read(tmp_path / "t.jsonl")
     assert [(one["split"], one["task"], one["answer"]) for one in lines] == [
         ("train", 0, "0"),
         ("train", 1, "1"),

@@ -17,6 +17,7 @@ from rl.main import subcommand
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
+from tests import jsonl
 from tests.commands.driver import ENVIRONMENTS, rl, start, with_server
 from tests.commands.servers import Endpoint
 from tests.flags import made
@@ -160,10 +161,7 @@ def test_two_models_of_an_endpoint(tmp_path):
         "high": 1.0,
         "num_examples": 2,
     }
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "o" / "good" / "say-digit.jsonl").read_text().splitlines()
-    ]
+    lines = jsonl.read(tmp_path / "o" / "good" / "say-digit.jsonl")
     assert [(line["task"], line["rollout"], line["reward"], line["outcome"]) for line in lines] == [
         (0, 0, 1.0, "finished"),
         (0, 1, 1.0, "finished"),

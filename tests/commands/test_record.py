@@ -2,7 +2,6 @@
 can be trained."""
 
 import asyncio
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -13,6 +12,7 @@ from rl.commands.record import Recorder, ServerProcess
 from rl.orchestrator.recorded.lines import parse
 from rl.system.errors import ConfigError, RunError
 from rl.wire.inference_client import InferenceLostError
+from tests import jsonl
 from tests.envs.stub_policy import StubPolicy, StubServers, call
 
 SAMPLING = {"max_tokens": 64, "temperature": 1.0}
@@ -50,7 +50,7 @@ def recorder(tmp_path, monkeypatch):
 
 
 def written(recorder):
-    return [json.loads(text) for text in recorder.output.read_text().splitlines()]
+    return jsonl.read(recorder.output)
 
 
 def test_a_conversation_is_one_chain_of_exactly_its_ids(recorder):
@@ -305,9 +305,7 @@ def test_what_an_agent_has_played_with_a_real_engine_is_trained(tmp_path, model)
         ThreadPoolExecutor(8) as threads,
     ):
         list(threads.map(lambda number: play(recorder, number), range(8)))
-    lines = [
-        parse(json.loads(text), "line") for text in (tmp_path / "r.jsonl").read_text().splitlines()
-    ]
+    lines = [parse(line, "line") for line in jsonl.read(tmp_path / "r.jsonl")]
     assert len(lines) == 8 and all(
         len(one.turns) == 2 and one.turns[0].policy_versions[0].policy_version == 0 for one in lines
     )

@@ -21,6 +21,7 @@ from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
+from tests import jsonl
 from tests.commands.driver import words
 from tests.families import CONFIGS
 from tests.flags import made
@@ -247,9 +248,7 @@ def test_notes(run_dir, tmp_path):
     assert "checkpoint 2 is damaged and is skipped" in notes[0]
     assert notes[1] == "there is no intact checkpoint 2: starting at the base model"
     line = {"time": 0, "step": 2, "key": "trainer.micro_batch_tokens", "old": 64, "new": 128}
-    (copy.root / "changes.jsonl").write_text(
-        json.dumps(line) + "\n" + json.dumps(line | {"key": "max_steps"}) + "\n"
-    )
+    (copy.root / "changes.jsonl").write_text(jsonl.text(line, line | {"key": "max_steps"}))
     assert changes_within(copy, replay, config) == [
         "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it "
         "may differ; --from 2 retrains the later ones"

@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from rl.commands.serve_gym import programs_only
+from tests import jsonl
 from tests.commands.driver import rl, start
 from tests.envs.model_server import ModelServer
 from tests.ports import free_ports
@@ -62,10 +63,8 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
                 yaml.safe_load(entry)["say-digit"]["responses_api_agents"]["say-digit"]["port"]
                 == port
             )
-            rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-            held_out = [
-                json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()
-            ]
+            rows = jsonl.read(folder / "train.jsonl")
+            held_out = jsonl.read(folder / "eval.jsonl")
             assert [row["rl_task"]["index"] for row in rows] == [0, 1, 2] and len(held_out) == 2
             status, failed = post(port, "/run", rows[0])
             assert (status, failed["_ng_failure_class"]) == (

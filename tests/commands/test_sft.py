@@ -1,7 +1,6 @@
 """`rl sft` as a user has it: from examples or rollouts to weights, stopped and resumed; and what
 it says of wrong settings and data."""
 
-import json
 import signal
 import time
 
@@ -10,6 +9,7 @@ import pytest
 from rl.config.command_line import load_config_or_exit
 from rl.config.quick import shrink
 from rl.models.tiny import make_tiny_model
+from tests import jsonl
 from tests.commands.driver import rl, start, words
 from tests.flags import made
 
@@ -36,9 +36,7 @@ def place(tmp_path_factory):
                     "outcome": "finished",
                 }
             )
-    (root / "outputs" / "x" / "rollouts" / "000001.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    (root / "outputs" / "x" / "rollouts" / "000001.jsonl").write_text(jsonl.text(*lines))
     return root
 
 

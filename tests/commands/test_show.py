@@ -12,6 +12,7 @@ from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
 from rl.wire.pending import encoded
 from rl.wire.rollouts import Group, Rollout
+from tests import jsonl
 from tests.commands.driver import called
 from tests.orchestrator.made import turn
 
@@ -42,9 +43,7 @@ def run(tmp_path, monkeypatch):
         1: [row(1, 0, 0.5), row(1, 1, 0.0, "no_signal")],
         2: [row(2, 2, 1.0), row(2, 3, 0.25)],
     }.items():
-        write_rollouts(
-            run_dir.rollouts(step), b"".join(json.dumps(one).encode() + b"\n" for one in rows)
-        )
+        write_rollouts(run_dir.rollouts(step), jsonl.text(*rows).encode())
     waiting = Rollout(
         turns=[turn()], reward=0.75, metrics={"m": -0.75}, text=row(2, 4, 0.75)["messages"]
     )
@@ -103,7 +102,7 @@ def test_a_failed_rollout_has_no_reward(tmp_path, capsys):
         "advantage": None,
         "metrics": {},
     }
-    file.write_text("".join(json.dumps(one) + "\n" for one in (failed, row(1, 0, 0.5))))
+    file.write_text(jsonl.text(failed, row(1, 0, 0.5)))
     code, out, _ = called(capsys, "show", str(file))
     assert code == 0 and out.splitlines()[1] == "  no reward, not trained: environment"
     assert "group 7" not in called(capsys, f"show {file} --sort reward --reverse")[1]

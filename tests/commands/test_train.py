@@ -16,6 +16,7 @@ from rl.run_dir.checksums import read_digests
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
+from tests import jsonl
 from tests.commands.driver import rl, start
 
 SETTINGS = (
@@ -62,7 +63,7 @@ def place(tmp_path_factory):
         lines.append(
             {"env": "e", "task": number // 2, "reward": number % 2, "turns": [first, second]}
         )
-    (root / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (root / "r.jsonl").write_text(jsonl.text(*lines))
     return root
 
 

@@ -1,11 +1,10 @@
 """Five runs that fail on purpose (configs/why_not): the diagnosis names the cause of each first,
 from the numbers that the run had."""
 
-import json
-
 import pytest
 
 from rl.diagnosis.waits import diagnose
+from tests import jsonl
 from tests.diagnosis.test_waits import Run
 
 TEMPLATE = (
@@ -87,7 +86,7 @@ def test_a_collapse_after_a_file_was_edited_is_not_blamed_on_the_learning_rate(r
         "old": "3f",
         "new": "77",
     }
-    run.dir.changes.write_text(json.dumps(line) + "\n")
+    run.dir.changes.write_text(jsonl.text(line))
     _, *causes = hints(run, **COLLAPSE)
     assert causes[0].endswith(f". Look first at what was edited before a resume: {line['key']}")
 

@@ -37,6 +37,7 @@ from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from tests import jsonl
 from tests.bounds import calls_s
 
 
@@ -963,7 +964,7 @@ def test_the_verdict_on_a_trial(run, rollouts, said):
         {"env": "sums", "group_id": 1, "advantage": 0.0, "messages": []} | rollout
         for rollout in rollouts
     ]
-    run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
+    run.dir.rollouts(1).write_text(jsonl.text(*lines) + '{"half')
     assert (
         reward_summary(RunState(run.dir, run.config))
         == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
@@ -975,7 +976,7 @@ def test_a_trial_names_the_limit_that_cut_answers_off(tmp_path):
     run = Run(tmp_path, orchestrator=settings)
     run.dir.rollouts_dir.mkdir()
     line = {"env": "sums", "group_id": 1, "messages": [], "reward": 0.0, "outcome": "truncated"}
-    run.dir.rollouts(1).write_text(json.dumps(line) + "\n")
+    run.dir.rollouts(1).write_text(jsonl.text(line))
     said = "1 of 1 answers were cut off (--quick allows 32 tokens)"
     assert said in reward_summary(RunState(run.dir, run.config))
 

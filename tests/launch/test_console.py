@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import re
 import time
@@ -14,6 +13,7 @@ from rl.launch.console import COLUMNS, Console, alike, cell, phase_text
 from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
+from tests import jsonl
 from tests.flags import made
 
 TRAINER = {
@@ -266,9 +266,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     }
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
-        screen.run_dir.rollouts(step).write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (skipped, shown))
-        )
+        screen.run_dir.rollouts(step).write_text(jsonl.text(skipped, shown))
         screen.step(step)
     said = screen.look()
     assert said.count("--- a rollout of step") == 2 and "step 3," not in said

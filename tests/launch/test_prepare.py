@@ -1,7 +1,6 @@
 """The rules of the run directory: new, --clean, --resume, --resume N, and what a resume may
 change."""
 
-import json
 import os
 import shutil
 import sys
@@ -25,6 +24,7 @@ from rl.run_dir.status import RunEnd, Staleness
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from tests import jsonl
 from tests.flags import flags, made
 from tests.launch.long_run import make_run, restored
 
@@ -373,7 +373,7 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
         and not changes.exists()
     )
     prepared = place(f"--{key}", value, resume=-1)
-    lines = [json.loads(line) for line in changes.read_text().splitlines()]
+    lines = jsonl.read(changes)
     (line,) = [line for line in lines if line["key"] == key]
     # which is there now, with its other settings
     assert len(lines) == 1 or key.startswith("wandb.")
@@ -491,7 +491,7 @@ def test_a_file_that_was_edited_in_place_is_another_setting(tmp_path, file, key)
     notes = place(resume=-1).notes
     assert notes[1].startswith(f"changed: {told}")
     assert all(f"(content of {file})" in note for note in notes[1:])
-    line, *_ = map(json.loads, (place.root / "changes.jsonl").read_text().splitlines())
+    line, *_ = jsonl.read(place.root / "changes.jsonl")
     assert (
         line["key"] == told.removesuffix(": ") and line["old"] != line["new"] and line["step"] == 2
     )
@@ -531,9 +531,7 @@ def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting
         *own,
         resume=-1,
     )
-    keys = [
-        json.loads(line)["key"] for line in (place.root / "changes.jsonl").read_text().splitlines()
-    ]
+    keys = [line["key"] for line in jsonl.read(place.root / "changes.jsonl")]
     assert sorted(keys) == ["orchestrator.environment.0.workers", "orchestrator.eval.0.interval"]
 
 
@@ -578,12 +576,8 @@ def test_resume_at_a_step_moves_the_rest_away(place):
         "weights/000003",
         "weights/000004",
     ]
-    assert [
-        json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()
-    ] == [1, 2]
-    assert [
-        json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()
-    ] == [3, 4]
+    assert [line["step"] for line in jsonl.read(place.run_dir.metrics)] == [1, 2]
+    assert [line["step"] for line in jsonl.read(away / "metrics.jsonl")] == [3, 4]
 
 
 def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(place):
@@ -593,9 +587,7 @@ def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(pla
     for step in (3, 4):
         place.run_dir.batch(step).unlink()
     place(resume=-1)
-    assert [
-        json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()
-    ] == [1, 2]
+    assert [line["step"] for line in jsonl.read(place.run_dir.metrics)] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,14 @@ class Run:
         self.run_dir = RunDir(self.root, self.root / "weights")
         self.processes: list[subprocess.Popen] = []
 
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
     def start(self, *args: str, **scripts: str) -> subprocess.Popen:
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
         environment = "--orchestrator.environment.id say-digit --orchestrator.environment.name e"
@@ -150,11 +158,8 @@ class Run:
 
 @pytest.fixture
 def rl(tmp_path, classic_home):
-    run = Run(tmp_path)
-    yield run
-    for process in run.processes:
-        process.kill()
-        process.wait()
+    with Run(tmp_path) as run:
+        yield run
 
 
 @pytest.mark.parametrize(("kind", "head"), [("early", ""), ("doubtful", "warning: ")])

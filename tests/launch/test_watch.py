@@ -25,16 +25,18 @@ RL = Path(sys.executable).parent / "rl"
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path)
-    yield run
-    for process in run.processes:
-        process.kill()
-        process.wait()
+    with Run(tmp_path) as run:
+        yield run
 
 
 def rl(run: Run, *words: str) -> tuple[int, str, str]:
     done = subprocess.run([RL, *words], cwd=run.tmp, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
+
+
+def watching(run: Run) -> subprocess.Popen[str]:
+    command = [RL, "watch", "outputs/r"]
+    return subprocess.Popen(command, cwd=run.tmp, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_reader_sees_the_steps_and_the_end(run):
@@ -48,10 +50,7 @@ def test_a_reader_sees_the_steps_and_the_end(run):
     until(run.run_dir.config.exists, 60)
     files = (path for path in run.root.rglob("*") if path.is_file() and path.suffix != ".tmp")
     before = {path for path in files if path.parent.name not in ("status", "metrics", "spans")}
-    reader = subprocess.Popen(
-        [RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True
-    )
-    assert reader.stdout
+    reader = watching(run)
     out = reader.stdout.readline()
     (run.root / "read").touch()
     out += reader.stdout.read()
@@ -63,10 +62,8 @@ def test_a_reader_sees_the_steps_and_the_end(run):
 def test_ctrl_c_ends_the_reader_and_not_the_run(run):
     process = run.start(orchestrator=FOREVER, trainer=FOREVER)
     run.pids(4)
-    reader = subprocess.Popen(
-        [RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True
-    )
-    assert reader.stdout and "steps of" in reader.stdout.readline() + reader.stdout.readline()
+    reader = watching(run)
+    assert "steps of" in reader.stdout.readline() + reader.stdout.readline()
     reader.send_signal(signal.SIGINT)
     said = reader.communicate(timeout=60)[0]
     assert "detached; the run goes on" in said and reader.returncode == 0, (said, reader.returncode)
