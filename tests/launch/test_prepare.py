@@ -32,14 +32,16 @@ from tests.launch.long_run import make_run, restored
 class Place:
     """Prepares runs named `r` in one directory, as `rl` would, and releases them again."""
 
+    base = "--orchestrator.environment.id e --name r --output_dir TMP/outputs"
+
     def __init__(self, tmp: Path):
         self.tmp = tmp
         self.run_dir = self.config().run_dir
         self.root = self.run_dir.root
 
     def config(self, *args: str, **variables: str) -> RLConfig:
-        base = f"--orchestrator.environment.id e --name r --output_dir {self.tmp}/outputs"
-        return build(parse_args(flags(base, *args), variables)).with_absolute_paths()
+        base = self.base.replace("TMP", str(self.tmp))
+        return made(base, *args, **variables).with_absolute_paths()
 
     def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
         prepared = prepare(self.config(*args), resume=resume, clean=clean)
@@ -429,29 +431,12 @@ def test_what_may_not_change(place, args):
 class Rows(Place):
     """Prepares runs whose settings name files."""
 
-    def config(self, *args: str, **variables: str) -> RLConfig:
-        files = {
-            "environment.dataset": "rows.jsonl",
-            "environment.reward": "r.py:f",
-            "credit.function": "c.py:g",
-        }
-        files |= {"eval.dataset": "held.jsonl", "eval.reward": "other.py:f"}
-        words = [
-            word
-            for key, name in files.items()
-            for word in (f"--orchestrator.{key}", str(self.tmp / name))
-        ]
-        words += [
-            "--model.name",
-            str(self.tmp / "base"),
-            "--model.chat_template",
-            str(self.tmp / "chat.jinja"),
-            "--name",
-            "r",
-        ]
-        return build(
-            parse_args([*words, "--output_dir", str(self.tmp / "outputs"), *args], variables)
-        ).with_absolute_paths()
+    base = (
+        "--orchestrator.environment.dataset TMP/rows.jsonl --orchestrator.environment.reward TMP/r.py:f "
+        "--orchestrator.eval.dataset TMP/held.jsonl --orchestrator.eval.reward TMP/other.py:f "
+        "--orchestrator.credit.function TMP/c.py:g --model.name TMP/base "
+        "--model.chat_template TMP/chat.jinja --name r --output_dir TMP/outputs"
+    )
 
 
 @pytest.mark.parametrize(
