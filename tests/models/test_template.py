@@ -91,17 +91,6 @@ def test_tools_calls_and_results_are_text(smol):
     assert own.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n") and "SmolLM" not in own
 
 
-def test_a_canonical_answer_gives_the_ids_of_the_whole_conversation(smol):
-    called = {"role": "assistant", "content": "I add.", "tool_calls": [call_of()]}
-    messages = [QUESTION, called, {"role": "tool", "tool_call_id": "1", "content": "3"}]
-    spoken = smol.encode(
-        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    )
-    assert smol.next_prompt_ids(
-        smol.prompt_ids([QUESTION], [ADD]) + spoken, messages, 2, [ADD]
-    ) == smol.prompt_ids(messages, [ADD])
-
-
 def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
     end = "<|im_end|>"
     said = {

@@ -194,6 +194,13 @@ def save_checkpoint(path, step, model, optimizer, world, base=""):
     )
 
 
+def assert_same_files(ours: RunDir, theirs: RunDir, *versions: int) -> None:
+    """The weights of these versions are the same, bit for bit."""
+    for version in versions:
+        mine, yours = (run_dir.weights(version) / "model.safetensors" for run_dir in (ours, theirs))
+        assert mine.read_bytes() == yours.read_bytes(), version
+
+
 def assert_alike(ours: RunDir, theirs: RunDir, version: int) -> None:
     """Metrics and weights of two runs are the same but for the order of sums."""
     names = {

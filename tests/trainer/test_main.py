@@ -32,7 +32,7 @@ from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
-from tests.trainer.samples import assert_alike, make_batch, run_config
+from tests.trainer.samples import assert_alike, assert_same_files, make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
@@ -125,15 +125,6 @@ def ranks_of(count: int) -> list[dict[str, str]]:
     return [world | {"RANK": str(rank)} for rank in range(count)] if count > 1 else [{}]
 
 
-@pytest.fixture(scope="module")
-def straight(tied_folder, tmp_path_factory):
-    """A run of all steps in one go, and what it announced."""
-    config = make_config(tmp_path_factory.mktemp("straight"), tied_folder)
-    with StubOrchestrator(config.run_dir, batches()) as orchestrator:
-        run_trainer(config)
-    return config.run_dir, orchestrator
-
-
 def test_end_to_end(straight):
     run_dir, orchestrator = straight
     assert orchestrator.published == [(v, str(run_dir.weights(v))) for v in range(1, STEPS + 1)]
@@ -213,9 +204,8 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
         run_trainer(config)
     assert [version for version, _ in orchestrator.published] == [2, 3, 4, 5]
     assert orchestrator.asked == [3, 4, 5]
+    assert_same_files(run_dir, straight[0], *range(1, STEPS + 1))
     for version in range(1, STEPS + 1):
-        ours, theirs = (d.weights(version) / "model.safetensors" for d in (run_dir, straight[0]))
-        assert ours.read_bytes() == theirs.read_bytes(), version
         ours, theirs = (d.tokens(version) for d in (run_dir, straight[0]))
         assert ours.read_bytes() == theirs.read_bytes(), version
 
@@ -268,11 +258,7 @@ def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(
     with orchestrator:
         assert "the run has ended: no more batches" in run_trainer(config)
     assert [version for version, _ in orchestrator.published] == [1, 2, 3]
-    for version in (1, 3):
-        ours, theirs = (
-            d.weights(version) / "model.safetensors" for d in (config.run_dir, straight[0])
-        )
-        assert ours.read_bytes() == theirs.read_bytes(), version
+    assert_same_files(config.run_dir, straight[0], 1, 3)
     latencies = [
         line.get("time/publish_latency") for line in read_metrics(config.run_dir.metrics).values()
     ]

@@ -245,35 +245,3 @@ def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_no
     publisher.start(3, Empty(), checkpoints={})
     publisher.finish()
     assert list(numbered(run_dir.weights_dir)) == [1, 2, 3] and publisher.metrics() == latency
-
-
-def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
-    class Full(Empty):
-        def write(self, path, **_):
-            raise OSError(28, "No space left on device", str(path))
-
-    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
-    publisher.thread.raise_errors()
-    publisher.start(1, Full(), {0})
-    with pytest.raises(OSError, match=r"No space left on device.*000001"):
-        for _ in range(100):
-            publisher.thread.raise_errors()
-            time.sleep(0.05)
-    publisher.finish()
-
-
-def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):
-    hangs = threading.Event()
-
-    class Hangs(Empty):
-        def write(self, path, **_):
-            hangs.wait(10)
-
-    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))
-    publisher.deadline_s = 0.2
-    publisher.start(1, Hangs(), {0})
-    with pytest.raises(
-        RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"
-    ):
-        publisher.finish()
-    hangs.set()

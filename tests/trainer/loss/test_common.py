@@ -137,29 +137,15 @@ def test_dppo_literals():
     assert clipped == [True, False, False, True, False]
 
 
-def test_measured_kl_literals():
-    """log teacher - log p = 0.5, none at the second token; k3 = e^x - 1 - x and k2 = x^2 / 2 at
-    x = 1 and -1."""
-    more = {"reference_logprobs": [-1.0, -3.0], "teacher_logprobs": [-1.5, math.nan]}
-    for estimator, expected in (("k3", [E - 2, 1 / E]), ("k2", [0.5, 0.5])):
-        config = loss_config(kl_coefficient=0.1, kl_estimator=estimator, teacher_coefficient=2.0)
-        terms, gradient = run(inputs_of([-2.0, -2.0], [-2.0, -2.0], [1.0, 1.0], **more), config)
-        assert terms.reference_kl.tolist() == pytest.approx(expected) and gradient.isfinite().all()
-
-
 def test_a_teacher_adds_to_the_advantage_where_it_has_scored():
     """log teacher - log p = 0.5, no score, and 14, which is cut to 10."""
     trainer, teacher = torch.tensor([-2.0, -2.0, -15.0]), torch.tensor([-1.5, math.nan, -1.0])
     assert teacher_advantages(trainer, teacher, 2.0).tolist() == [1.0, 0.0, 20.0]
 
 
-def test_masked_tokens_have_no_term_and_clipped_ones_keep_kl_and_entropy():
+def test_clipped_tokens_keep_kl_and_entropy():
     more = {"reference_logprobs": [-1.0], "entropies": [0.5]}
     extra = {"kl_coefficient": 1.0, "entropy_coefficient": 1.0}
-    terms, gradient = run(
-        inputs_of([-1.0], [-2.0], [1.0], **more), loss_config(**extra, token_mask=[0.5, 2.0])
-    )
-    assert terms.loss.tolist() == [0] == gradient.tolist() and terms.without_gradient.all()
     terms, gradient = run(inputs_of([-1.5], [-2.0], [1.0], **more), loss_config("clip", **extra))
     assert terms.loss.tolist() == pytest.approx(
         [-1.28 + E**0.5 - 1.5 - 0.5]
@@ -237,72 +223,56 @@ OWN = {
 }
 
 
+DECOUPLED = {
+    "decoupled clip": (
+        loss_config("clip", truncate=1.5),
+        lambda s: formulas.decoupled(s, lambda s: formulas.clip(s, 0.2, 0.28, 3.0), 1.5),
+    ),
+    "decoupled cispo": (
+        loss_config("cispo", clip_low=0.9, clip_high=1.5),
+        lambda s: formulas.decoupled(s, lambda s: formulas.cispo(s, 0.9, 1.5), 2.0),
+    ),
+    "decoupled gspo": (
+        loss_config("gspo", clip_low=0.1, clip_high=0.2, truncate=1.1),
+        lambda s: formulas.decoupled(s, lambda s: formulas.gspo(s, 0.1, 0.2, 3.0), 1.1, True),
+    ),
+}
+
+
+def inputs_like(sequences, names=(), dtype=torch.float64):
+    """LossInputs of these sequences, with some of their other columns."""
+    more = {f"{name}_logprobs": joined(sequences, name) for name in names}
+    given = [joined(sequences, name) for name in ("trainer", "sampler", "advantages")]
+    return inputs_of(*given, LENGTHS, dtype, entropies=joined(sequences, "entropies"), **more)
+
+
 @pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", OWN | DECOUPLED)
 def test_losses_equal_the_papers(name, spread):
-    config, formula = OWN[name]
-    for seed in range(5):
+    config, formula = (OWN | DECOUPLED)[name]
+    columns = ["old"] if name in DECOUPLED else []
+    # of other seeds a token's old / sampler is beyond e^10, where ours is clamped
+    for seed in (2,) if columns else range(5):
         sequences = random_sequences(seed, spread)
         advantages = joined(sequences, "advantages")
-        inputs = inputs_of(
-            *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")),
-            LENGTHS,
-            torch.float64,
-        )
-        terms, gradient = run(inputs, config)
+        terms, gradient = run(inputs_like(sequences, columns), config)
         values, slopes = zip(*map(formula, sequences), strict=True)
         np.testing.assert_allclose(
             terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12
         )
         np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
         # whose squared log ratio has a gradient where the rest has none
-        if name not in ("dppo", "dro"):
+        if name not in ("dppo", "dro", *DECOUPLED):
             assert np.array_equal(
                 terms.without_gradient.numpy(), (np.concatenate(slopes) == 0) & (advantages != 0)
             )
-        single = inputs_of(
-            *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")), LENGTHS
-        )
+        single = inputs_like(sequences, columns, torch.float32)
         assert torch.allclose(
             compute_loss(single, config, loss_function(config)).loss.double(),
             terms.loss,
             rtol=3e-5,
             atol=1e-5,
         )
-
-
-DECOUPLED = {
-    "clip": (
-        loss_config("clip", truncate=1.5),
-        lambda s: formulas.decoupled(s, lambda s: formulas.clip(s, 0.2, 0.28, 3.0), 1.5),
-    ),
-    "cispo": (
-        loss_config("cispo", clip_low=0.9, clip_high=1.5),
-        lambda s: formulas.decoupled(s, lambda s: formulas.cispo(s, 0.9, 1.5), 2.0),
-    ),
-    "gspo": (
-        loss_config("gspo", clip_low=0.1, clip_high=0.2, truncate=1.1),
-        lambda s: formulas.decoupled(
-            s, lambda s: formulas.gspo(s, 0.1, 0.2, 3.0), 1.1, geometric=True
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DECOUPLED)
-def test_decoupled_losses_equal_the_papers(name):
-    config, formula = DECOUPLED[name]
-    for seed, spread in ((0, 0.05), (1, 0.5), (2, 3.0)):
-        sequences = random_sequences(seed, spread)
-        given = [joined(sequences, key) for key in ("trainer", "sampler", "advantages")]
-        terms, gradient = run(
-            inputs_of(*given, LENGTHS, torch.float64, old_logprobs=joined(sequences, "old")), config
-        )
-        values, slopes = zip(*map(formula, sequences), strict=True)
-        np.testing.assert_allclose(
-            terms.loss.detach().numpy(), np.concatenate(values), rtol=1e-9, atol=1e-12
-        )
-        np.testing.assert_allclose(gradient.numpy(), np.concatenate(slopes), rtol=1e-9, atol=1e-12)
 
 
 MASKS = {
@@ -331,14 +301,7 @@ def test_the_whole_loss_equals_the_papers(masks, aggregation, estimator):
     )
     for seed in range(3):
         sequences = random_sequences(seed, 0.4)
-        more = {f"{key}_logprobs": joined(sequences, key) for key in ("reference", "teacher")}
-        more["entropies"] = joined(sequences, "entropies")
-        inputs = inputs_of(
-            *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")),
-            LENGTHS,
-            torch.float64,
-            **more,
-        )
+        inputs = inputs_like(sequences, ["reference", "teacher"])
         samples = [make_sample([1, 2], list(range(3, 3 + n))) for n in LENGTHS]
         counts = np.repeat(sample_weights(samples, config, 100), LENGTHS)
         terms, gradient = run(replace(inputs, weights=torch.tensor(counts)), config)
@@ -445,13 +408,7 @@ def test_tokens_of_a_sequence_on_two_ranks(name, several):
     """Each rank has every other token, and sums over sequences come from both: values and
     gradients are those of one rank with all."""
     sequences = random_sequences(4, 0.3)
-    more = {"old_logprobs": joined(sequences, "old")} if several else {}
-    whole = inputs_of(
-        *(joined(sequences, key) for key in ("trainer", "sampler", "advantages")),
-        LENGTHS,
-        torch.float64,
-        **more,
-    )
+    whole = inputs_like(sequences, ["old"] if several else [])
     terms, gradient = run(whole, EVERY[name])
     parts = []
     for rank in range(2):
@@ -652,14 +609,7 @@ def test_combinations_that_make_no_sense(settings, key, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        *(
-            {"type": kind}
-            for kind in ("policy_gradient", "clip", "cispo", "gspo", "dppo", "cross_entropy")
-        ),
-        {"token_mask": [0.5, 2.0]},
-        {"importance": "none"},
-        {"aggregation": "constant", "constant_length": 9},
-        {"kl_coefficient": 0.1, "kl_reference": "x"},
+        *({"type": kind} for kind in ("policy_gradient", "clip", "cispo", "gspo", "dppo")),
         {"type": "clip", "token_mask": [0.5, 5.0]},
         {"type": "cispo", "clip_high": math.inf},
         {"type": "gspo", "sequence_mask": [0.5, 3.0], "token_mask": [0.01, 100]},

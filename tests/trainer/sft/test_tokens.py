@@ -322,14 +322,6 @@ def test_a_tokenizer_may_write_accents_in_one_form(folders, tmp_path):
     )
 
 
-def test_reasoning_can_be_left_out(folders, tmp_path):
-    with_it, _ = prepared(
-        tmp_path / "a", folders / "chatml", {"messages": THINKS}, drop_reasoning=True
-    )
-    without, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
-    assert with_it == without
-
-
 def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
     row = {"prompt": "1 + 1 =", "completion": " 2"}
     (sample,), manifest = prepared(tmp_path / "base", folders / "base", row)
@@ -786,7 +778,7 @@ def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
 
 def test_hugging_face_datasets(folders, tmp_path):
     rows = [
-        {"messages": [*TWO_TURNS[:2], THINKS[3] | {"tool_calls": None}]},
+        {"messages": [*THINKS[:3], THINKS[3] | {"tool_calls": None}]},
         {"messages": TWO_TURNS},
     ]
     saved, parquet, empty = tmp_path / "saved", tmp_path / "x.parquet", tmp_path / "empty"
@@ -795,9 +787,9 @@ def test_hugging_face_datasets(folders, tmp_path):
     empty.mkdir()
     written = {"split": "test", "drop_reasoning": True}
     samples, manifest = prepared(tmp_path / "a", folders / "chatml", dataset=str(saved), **written)
-    assert len(samples) == 2 and manifest["train"]["rows"] == 2
+    assert manifest["train"]["rows"] == 2
     direct, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
-    assert samples[1:] == direct
+    assert samples == direct * 2
     columns = {"prompt": "question", "completion": "answer"}
     table = {"dataset": str(parquet), "columns": columns}
     assert len(prepared(tmp_path / "c", folders / "chatml", **table)[0]) == 1
@@ -811,12 +803,6 @@ def test_hugging_face_datasets(folders, tmp_path):
     ):
         with pytest.raises(RunError, match=said):
             prepared(tmp_path / "d", folders / "chatml", dataset=str(dataset), **settings)
-
-
-def test_the_runs_data_is_made_once(folders, tmp_path):
-    first, _ = prepared(tmp_path, folders / "base", {"prompt": "a", "completion": "b"})
-    again, _ = prepared(tmp_path, folders / "base", {"prompt": "other", "completion": "rows"})
-    assert again == first
 
 
 def test_tools_that_are_called_but_not_defined_are_a_warning(folders, tmp_path):

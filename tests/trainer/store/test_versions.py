@@ -27,7 +27,7 @@ from rl.trainer.store import versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.ranks import RankThreads
 from rl.wire.messages import TrainBatch
-from tests.families import CONFIGS, make_seeing_model
+from tests.families import CONFIGS
 from tests.ports import free_ports
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
 from tests.trainer.parallel.test_sharding import run_ranks
@@ -240,7 +240,7 @@ def test_deltas_of_any_number_of_ranks_give_what_one_process_writes(results, fam
     ]:
         with readable(published / "000003") as place:
             data = (place / "model.safetensors").read_bytes()
-        assert content(data)[1] == content(written)[1], published
+        assert content(data)[1] == content(written)[1] and not place.exists(), published
         assert {path.suffix for path in (published / "000003").iterdir()} == {".json", ".zst"}
 
 
@@ -353,21 +353,6 @@ def test_weights_are_cast_before_they_leave_a_gpu():
     assert sorted(copies.types, key=str) == [(torch.bfloat16, torch.bfloat16)] * 2 + [
         (torch.int64, torch.int64)
     ]
-
-
-def test_a_model_that_sees_images_is_published_as_the_text_model_that_was_trained(tmp_path):
-    base, folder = make_seeing_model(tmp_path / "base"), tmp_path / "version"
-    model = AutoModelForCausalLM.from_pretrained(base)
-    versions.snapshot(model, base, torch.float32, {}).write(folder)
-    written = json.loads((folder / "config.json").read_text())
-    assert (written["model_type"], written["architectures"]) == (
-        "qwen3_5_text",
-        ["Qwen3_5ForCausalLM"],
-    )
-    again, names = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not names["missing_keys"] and not names["unexpected_keys"]
-    tokens = torch.tensor([[1, 2, 3]])
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
 
 
 def test_a_version_announces_only_what_it_has(tmp_path):
