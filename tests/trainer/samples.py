@@ -3,7 +3,7 @@
 import random
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -192,6 +192,12 @@ def save_checkpoint(path, step, model, optimizer, world, base=""):
         world,
         base=base,
     )
+
+
+def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """The same tensors by name, bit for bit."""
+    assert ours.keys() == theirs.keys()
+    assert not [name for name, tensor in ours.items() if not tensor.equal(theirs[name])]
 
 
 def assert_same_files(ours: RunDir, theirs: RunDir, *versions: int) -> None:

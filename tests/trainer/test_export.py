@@ -24,7 +24,7 @@ from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from tests.families import UNTIED, make_seeing_model
 from tests.models.hub_stub import TOKEN, HubStub
-from tests.trainer.samples import save_checkpoint, toy_step
+from tests.trainer.samples import assert_equal, save_checkpoint, toy_step
 from tests.web import serving
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
@@ -82,22 +82,15 @@ def load(folder, dtype="float32"):
 def test_a_checkpoint_gives_the_masters_and_what_was_published(model_folder, world, tmp_path):
     run_dir, model = make_run(tmp_path, model_folder, world)
     export(run_dir.root, "--to", tmp_path / "masters", "--dtype", "float32")
-    exported = dict(load(tmp_path / "masters").named_parameters())
-    assert (
-        all(
-            torch.equal(parameter.full_tensor(), exported.pop(name))
-            for name, parameter in model.named_parameters()
-        )
-        and not exported
-    )
+    masters = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+    assert_equal(dict(load(tmp_path / "masters").named_parameters()), masters)
     for step in (2, 3):  # out of a checkpoint, and out of a version
         export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step))
-        ours, theirs = (
-            load_file(tmp_path / str(step) / "model.safetensors"),
-            load_file(run_dir.weights(step) / "model.safetensors"),
-        )
-        assert ours.keys() == theirs.keys() and all(
-            torch.equal(ours[name], theirs[name]) for name in theirs
+        assert_equal(
+            *(
+                load_file(f / "model.safetensors")
+                for f in (tmp_path / str(step), run_dir.weights(step))
+            )
         )
         configs = [
             json.loads((folder / "config.json").read_text())
@@ -172,12 +165,11 @@ def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_
     export(f"{run_dir.root}@3", "--to", tmp_path / "adapter")
     (tied_folder / "README.md").unlink()
     assert not (tmp_path / "adapter" / "README.md").exists()
-    ours, theirs = (
-        load_file(folder / "adapter_model.safetensors")
-        for folder in (tmp_path / "adapter", run_dir.weights(3))
-    )
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
+    assert_equal(
+        *(
+            load_file(f / "adapter_model.safetensors")
+            for f in (tmp_path / "adapter", run_dir.weights(3))
+        )
     )
     export(f"{run_dir.root}@3", "--to", tmp_path / "merged", "--merge", "--dtype", "bfloat16")
     expected = (

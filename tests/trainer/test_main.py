@@ -415,42 +415,21 @@ def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
 
 
 def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
-    flags = [
-        "--trainer.data.fake.samples",
-        "6",
-        "--trainer.data.fake.group_size",
-        "3",
-        "--model.name",
-        str(tied_folder),
-        "--name",
-        "bench",
-    ]
-    flags += ["--output_dir", str(tmp_path), "--max_steps", "3", "--trainer.gpus", "0"]
-    flags += ["--model.max_model_len", "1024"]  # else a line says that this is the model's own
+    # without max_model_len a line says that this is the model's own
+    flags = (
+        "--trainer.data.fake.samples 6 --trainer.data.fake.group_size 3 --name bench --max_steps 3 "
+        f"--trainer.gpus 0 --model.max_model_len 1024 --model.name {tied_folder} "
+        f"--output_dir {tmp_path}"
+    ).split()
     logs = [tmp_path / "rank-0.log", tmp_path / "rank-1.log"]
     ranks = [
         trainer_zygote().fork("trainer", *flags, log=log, env=os.environ | env)
         for log, env in zip(logs, ranks_of(2), strict=True)
     ]
+    said = r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak memory "
     choice, *lines = wait_for(ranks, 0).splitlines()
-    assert choice.startswith("trainer.attention: blocks for ") and [
-        line.split(":")[0] for line in lines
-    ] == [
-        "step 1",
-        "step 2",
-        "step 3",
-        "median of 2 steps",
-    ]
-    assert all(
-        re.search(
-            r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak "
-            r"memory [\d.]+ GiB$",
-            s,
-        )
-        for s in lines
-    )
-    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == [
-        "metrics",
-        "metrics.jsonl",
-        "status",
-    ]
+    assert choice.startswith("trainer.attention: blocks for ") and len(lines) == 4
+    for begin, line in zip(("step 1", "step 2", "step 3", "median of 2 steps"), lines, strict=True):
+        assert re.match(f"{begin}: {said}[\\d.]+ GiB$", line), line
+    written = " ".join(sorted(path.name for path in (tmp_path / "bench").iterdir()))
+    assert written == "metrics metrics.jsonl status"

@@ -24,7 +24,7 @@ from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.layouts import whole
-from tests.trainer.samples import make_batch, make_sample, plain_scores
+from tests.trainer.samples import assert_equal, make_batch, make_sample, plain_scores
 
 LR = 1e-2
 
@@ -67,13 +67,6 @@ def train(context, config, batch) -> dict[str, float]:
 
 def weights_of(context) -> dict[str, torch.Tensor]:
     return {name: whole(parameter) for name, parameter in context.model.named_parameters()}
-
-
-def assert_equal(ours, theirs):
-    assert (
-        all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        and ours.keys() == theirs.keys()
-    )
 
 
 # Cutting ------------------------------------------------------------------------------------------

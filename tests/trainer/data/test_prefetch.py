@@ -107,15 +107,24 @@ class Empty:
         path.mkdir(parents=True)
 
 
+def publishing(tmp_path, on_wait=nothing, **settings) -> tuple[Client, RunDir, Publisher]:
+    """A publisher that keeps two versions, and its client, which has been let go unless
+    `on_wait` does so."""
+    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
+    if on_wait is nothing:
+        client.release.set()
+    weights = WeightsConfig(**{"keep_last": 2} | settings)
+    return client, run_dir, Publisher(run_dir, weights, client, Wait(60, on_wait))
+
+
 def test_versions_are_written_and_announced_one_after_another(tmp_path):
     said = []
-    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
 
     def say(*what):  # who waits for version 1 says so
         said.append(what)
         client.release.set()
 
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, say))
+    client, run_dir, publisher = publishing(tmp_path, say)
     began = time.monotonic()
     publisher.start(1, Empty(), checkpoints={0})
     until(lambda: list(numbered(run_dir.weights_dir)) == [1])
@@ -134,13 +143,8 @@ def test_versions_are_written_and_announced_one_after_another(tmp_path):
 def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_for_that(
     tmp_path, monkeypatch
 ):
-    client, run_dir, happened, slow = (
-        Client(),
-        RunDir(tmp_path, tmp_path / "weights"),
-        [],
-        threading.Event(),
-    )
-    client.release.set()
+    (client, run_dir, publisher), happened = publishing(tmp_path), []
+    slow = threading.Event()
     monkeypatch.setattr(client, "versions", happened)
 
     def durable(path):
@@ -148,7 +152,6 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
         happened.append(str(path.relative_to(tmp_path)))
 
     monkeypatch.setattr("rl.trainer.store.publisher.make_durable", durable)
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
     for version in (1, 2):
         publisher.start(version, Empty(), checkpoints={})
     # a disk that is slow for the first holds the second up no longer than for its own writing
@@ -186,23 +189,15 @@ def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
     assert list(numbered(run_dir.weights_dir)) == [1, 2, 4, 5, 6, 7]
     slow.set()
     publisher.finish()
-    flags = [
-        "--orchestrator.environment.id",
-        "e",
-        "--output_dir",
-        str(tmp_path),
-        "--trainer.weights.keep_last",
-        "2",
-    ]
-    (need,) = disk.needs(build(parse_args(flags)), tied_folder)
+    flags = f"--orchestrator.environment.id e --output_dir {tmp_path} --trainer.weights.keep_last 2"
+    (need,) = disk.needs(build(parse_args(flags.split())), tied_folder)
     assert "6 policy versions" in need.files
 
 
 def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(
     tmp_path, monkeypatch
 ):
-    client, run_dir, seen, told = Client(), RunDir(tmp_path, tmp_path / "weights"), [], {}
-    client.release.set()
+    (client, run_dir, publisher), seen, told = publishing(tmp_path), [], {}
     answer = client.published
 
     def published(version, wait):
@@ -210,7 +205,6 @@ def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there
         return answer(version, wait)
 
     monkeypatch.setattr(client, "published", published)
-    publisher = Publisher(run_dir, WeightsConfig(), client, Wait(60, nothing))
     file = make(100)
     publisher.start(
         1, Empty(file, lambda: told.update(publisher.metrics()) or told), checkpoints={}
@@ -222,9 +216,7 @@ def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there
 
 
 def test_with_the_transport_files_a_version_is_announced_when_its_folder_is_there(tmp_path):
-    client, run_dir, file = Client(), RunDir(tmp_path, tmp_path / "weights"), make(100)
-    client.release.set()
-    publisher = Publisher(run_dir, WeightsConfig(transport="files"), client, Wait(10, nothing))
+    (client, _, publisher), file = publishing(tmp_path, transport="files"), make(100)
     publisher.start(1, Empty(file), checkpoints={})
     publisher.finish()
     os.close(file.fd)
@@ -234,9 +226,7 @@ def test_with_the_transport_files_a_version_is_announced_when_its_folder_is_ther
 def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_none(
     tmp_path, monkeypatch
 ):
-    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
-    client.release.set()
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
+    client, run_dir, publisher = publishing(tmp_path)
     for version in (1, 2):
         publisher.start(version, Empty(), checkpoints={})
     publisher.finish()

@@ -469,15 +469,10 @@ def test_the_custom_loss_of_the_documentation(tmp_path, monkeypatch):
 NONE = "torch.zeros(2, dtype=torch.bool)"
 BROKEN_LOSSES = [
     ("-inputs.trainer_logprobs.sum()", "returned one tensor of shape []"),
-    ("None", "returned None"),
     ("(1.0, 2)", "returned (1.0, 2)"),
     (
         f"(-inputs.trainer_logprobs.sum(), {NONE})",
         "returned a loss of shape [] on cpu, not [2] on cpu",
-    ),
-    (
-        f"(-inputs.trainer_logprobs, {NONE}[:1])",
-        "returned a clipped of shape [1] on cpu, not [2] on cpu",
     ),
     (
         "(-inputs.trainer_logprobs, inputs.advantages)",
@@ -497,10 +492,6 @@ BROKEN_LOSSES = [
     (
         f"(-inputs.trainer_logprobs.detach(), {NONE})",
         "returned a loss with no gradient for inputs.trainer_logprobs: was it detached?",
-    ),
-    (
-        f"(inputs.advantages.clone().requires_grad_(), {NONE})",
-        "returned a loss with no gradient for inputs.trainer_logprobs",
     ),
     (
         # the gradient of both branches

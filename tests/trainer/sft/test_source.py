@@ -111,11 +111,8 @@ def test_held_out_tasks_are_never_trained(tied_folder, tmp_path):
         1
     ) == []
     assert list(source.validation(source.num_steps)) and source.num_steps == 4  # 26 examples
-    groups = np.arange(40) // 4
-    left, right = split(tasks := pa.table({"group": groups}), 0.3, seed=0)
-    assert set(groups[left]) & set(groups[right]) == set() and len(right) == 12
     with pytest.raises(RunError, match="leaves none of 10 tasks"):
-        split(tasks, 0.99, seed=0)
+        split(pa.table({"group": np.arange(10)}), 0.99, seed=0)
 
 
 def chat(*said):
@@ -280,18 +277,12 @@ def test_end_to_end(straight):
     assert [step for (step, _), line in lines.items() if "validation/loss" in line] == [0, 2, 4, 6]
     assert lines[0, "trainer"]["validation/loss"] > lines[6, "trainer"]["validation/loss"]
     assert lines[1, "trainer"]["loss/mean"] > lines[6, "trainer"]["loss/mean"]
-    wanted = {
-        "loss/mean",
-        "entropy/mean",
-        "optim/grad_norm",
-        "optim/lr",
-        "epoch",
-        "perf/tokens_per_s",
-        "time/step",
-        "time/wait_for_batch",
-    }
+    wanted = "loss/mean entropy/mean optim/grad_norm optim/lr epoch perf/tokens_per_s time/step"
     found = lines[1, "trainer"]
-    assert wanted <= set(found) and not {"mismatch_kl/mean", "ratio/mean"} & set(found)
+    assert {*wanted.split(), "time/wait_for_batch"} <= set(found) and not {
+        "mismatch_kl/mean",
+        "ratio/mean",
+    } & set(found)
     assert list(numbered(run_dir.checkpoints)) == [4, 6]
     assert list(numbered(run_dir.weights_dir)) == [4, 6]  # with each checkpoint, not with each step
     held_out = [
