@@ -12,7 +12,23 @@ ADD = {
 }
 
 
-QUESTION = {"role": "user", "content": "What is 1 + 2?"}
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def system(content) -> dict:
+    return {"role": "system", "content": content}
+
+
+def assistant(content, **more) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
+def tool(content, tool_call_id=None) -> dict:
+    return {"role": "tool", "tool_call_id": tool_call_id, "content": content}
+
+
+QUESTION = user("What is 1 + 2?")
 
 
 def call_of(name="add", arguments='{"a": 1}', id="1"):

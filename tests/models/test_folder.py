@@ -25,6 +25,7 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.digests import HASH, digest_of_file
 from rl.run_dir.safetensors import model_files, read_header, tensor_digests
 from rl.system.errors import RunError
+from tests.models.conversations import assistant, user
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -191,9 +192,7 @@ def test_chat_template(folder, cache, tmp_path):
     from transformers import AutoTokenizer
 
     assert (
-        AutoTokenizer.from_pretrained(resolved).apply_chat_template(
-            [{"role": "user", "content": "hi"}], tokenize=False
-        )
+        AutoTokenizer.from_pretrained(resolved).apply_chat_template([user("hi")], tokenize=False)
         == "hi!"
     )
     (folder / "tokenizer_config.json").write_text(
@@ -206,7 +205,7 @@ def test_chat_template(folder, cache, tmp_path):
     )
 
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+CHAT = [user("hi"), assistant("so")]
 
 
 def test_chatml_is_built_in(folder, cache, monkeypatch):
@@ -363,9 +362,7 @@ def test_the_real_conversion():
         == tokenizer.eos_token_id
     )
     assert tokenizer.tokenize("12+3") == ["1", "2", "+", "3"]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
+    text = tokenizer.apply_chat_template([user("hi")], tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -55,11 +55,7 @@ def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoin
 
 @pytest.mark.parametrize(
     ("settings", "needed"),
-    [
-        ({"lora": {"rank": 2}}, True),
-        ({"loss": {"kl_coefficient": 0.1}}, True),
-        ({}, False),
-    ],
+    [({"lora": {"rank": 2}}, True), ({"loss": {"kl_coefficient": 0.1}}, True), ({}, False)],
 )
 def test_a_run_that_needs_its_base_does_not_go_on_with_another(
     folder, world, tmp_path, settings, needed

@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from rl.config.loss import PolicyGradientConfig
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of

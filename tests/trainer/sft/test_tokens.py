@@ -23,29 +23,23 @@ from rl.trainer.sft import rows
 from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
 from rl.wire.batch_file import compress_rollouts
 from tests.models.conftest import DROPS_THINKING
-from tests.models.conversations import ADD
+from tests.models.conversations import ADD, assistant, system, user
 
-TWO_TURNS = [
-    {"role": "user", "content": "What is 1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "Sure?"},
-    {"role": "assistant", "content": "Yes, 2."},
-]
+TWO_TURNS = [user("What is 1 + 1?"), assistant("2"), user("Sure?"), assistant("Yes, 2.")]
 THINKS = [
     message | ({"reasoning_content": "Hm, so."} if message["role"] == "assistant" else {})
     for message in TWO_TURNS
 ]
 CALLS = [
     TWO_TURNS[0],
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
+    assistant(
+        "",
+        tool_calls=[
             {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         ],
-    },
+    ),
     {"role": "tool", "tool_call_id": "1", "content": "2"},
-    {"role": "assistant", "content": "It is 2."},
+    assistant("It is 2."),
 ]
 
 
@@ -235,7 +229,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         "Hm, so.\n</think>\n\n2<|im_end|>",
         "Hm, so.\n</think>\n\nYes, 2.<|im_end|>",
     ]
-    inline = [TWO_TURNS[0], {"role": "assistant", "content": "<think>\nHm\n</think>\n\n2"}]
+    inline = [TWO_TURNS[0], assistant("<think>\nHm\n</think>\n\n2")]
     with pytest.raises(RunError, match="leaves out a part of an answer's content"):
         prepared(tmp_path / "inline", tmp_path / "opens", {"messages": inline})
 
@@ -250,12 +244,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
             r"data.jsonl:1: the chat template leaves out the reasoning_content .* "
             r"sft.drop_reasoning = true",
         ),
-        (
-            "chatml",
-            [TWO_TURNS[0], {"role": "assistant", "content": "2", "thinking": "Hm"}],
-            {},
-            "leaves out the thinking",
-        ),
+        ("chatml", [TWO_TURNS[0], assistant("2", thinking="Hm")], {}, "leaves out the thinking"),
         (
             "thinks",
             THINKS,
@@ -264,7 +253,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         ),
         (
             "chatml",
-            [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}],
+            [TWO_TURNS[0], assistant("say <|im_end|> now")],
             {},
             "the template's special tokens",
         ),
@@ -307,13 +296,7 @@ def test_a_tokenizer_may_write_accents_in_one_form(folders, tmp_path):
 
     def says(text):
         call = {"function": {"name": "add", "arguments": {"a": text}}}
-        return {
-            "messages": [
-                TWO_TURNS[0],
-                {"role": "assistant", "content": text, "tool_calls": [call]},
-            ],
-            "tools": [ADD],
-        }
+        return {"messages": [TWO_TURNS[0], assistant(text, tool_calls=[call])], "tools": [ADD]}
 
     assert composed != apart
     assert (
@@ -506,7 +489,7 @@ def test_what_a_row_says_about_training_is_done(folders, tmp_path):
         ("both", {"messages": marked, "prompt": TWO_TURNS[:3], "completion": [TWO_TURNS[3]]}),
     ):
         assert prepared(tmp_path / name, folders / "chatml", row)[0] == [last], name
-    greeting = [{"role": "assistant", "content": "Hello!", "weight": 0}, *TWO_TURNS[:2]]
+    greeting = [assistant("Hello!", weight=0), *TWO_TURNS[:2]]
     (greeted,), _ = prepared(tmp_path / "greeting", folders / "chatml", {"messages": greeting})
     assert as_text(renderer, greeted) == [
         (
@@ -517,7 +500,7 @@ def test_what_a_row_says_about_training_is_done(folders, tmp_path):
         (True, "2<|im_end|>"),
     ]
     pair = {"prompt": "What is 1 + 1?", "completion": "2"}
-    chat = {"messages": [{"role": "system", "content": "Be short."}, *TWO_TURNS[:2]]}
+    chat = {"messages": [system("Be short."), *TWO_TURNS[:2]]}
     (with_system,), _ = prepared(
         tmp_path / "system", folders / "chatml", pair | {"system": "Be short."}
     )
@@ -607,10 +590,7 @@ def test_data_that_is_not_there(folders, tmp_path):
 
 
 def rollout(task, reward, answer, **more):
-    messages = [
-        {"role": "user", "content": f"task {task}"},
-        {"role": "assistant", "content": answer},
-    ]
+    messages = [user(f"task {task}"), assistant(answer)]
     return {
         "env": "e",
         "task": task,
@@ -699,11 +679,7 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
         prepared(tmp_path / "y", folders / "chatml", other, min_reward=0.5)
 
 
-WORKED = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    *TWO_TURNS,
-]
+WORKED = [user("1 + 1?"), assistant("2"), *TWO_TURNS]
 """A worked example, and two turns of the policy."""
 
 
@@ -765,10 +741,7 @@ def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
 
 
 def test_hugging_face_datasets(folders, tmp_path):
-    rows = [
-        {"messages": [*THINKS[:3], THINKS[3] | {"tool_calls": None}]},
-        {"messages": TWO_TURNS},
-    ]
+    rows = [{"messages": [*THINKS[:3], THINKS[3] | {"tool_calls": None}]}, {"messages": TWO_TURNS}]
     saved, parquet, empty = tmp_path / "saved", tmp_path / "x.parquet", tmp_path / "empty"
     datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(saved))
     datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(parquet)
