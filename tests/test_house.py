@@ -313,3 +313,18 @@ def test_files_and_tests_that_a_page_names_are_there(page):
         for name in re.findall(r"`(test_\w+_\w+)`", text)
         if name not in names and f"def {name}(" not in tests
     }
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_functions_that_a_page_places_in_a_file_are_there(page):
+    """`name` in `file.py`, and `file.py` (`name`)."""
+    text = " ".join(Path(page).read_text().split())
+    pairs = [
+        *re.findall(r"`(\w+)` (?:in|of) `([\w/]+\.py)`", text),
+        *((name, path) for path, name in re.findall(r"`([\w/]+\.py)` \(`(\w+)`\)", text)),
+    ]
+    assert pairs
+    for name, path in pairs:
+        file = SRC / path if (SRC / path).exists() else Path(path)
+        if file.exists():
+            assert re.search(rf"\b{name}\b", file.read_text()), f"{name} in {path}"

@@ -148,18 +148,13 @@ class SlurmHere:
         """Kills the slurmd of a node with all processes of its jobs. It is their subreaper, so
         all are below it."""
         if pid := self.pid(node):
-            os.kill(pid, signal.SIGSTOP)
-
-            def below() -> process_table.Table:
-                processes = process_table.table()
-                return {
-                    one: processes[one]
-                    for one in process_table.trees(processes, [pid]) - {pid}
-                    if processes[one].state != "Z"
-                }
-
-            process_table.kill(below, 0.02)
+            kill_below(pid)
             self._stop(node, signal.SIGKILL)
+
+    def preempt(self, node: str) -> None:
+        """Submits a short job of high priority to a node."""
+        command = f"sbatch -p high -w {node} --exclusive -o /dev/null --wrap".split()
+        self.ask(*command, "sleep 2")
 
     def down(self) -> None:
         """Ends everything. Files stay."""
@@ -235,6 +230,18 @@ class SlurmHere:
                     f"slurm_here waited {timeout_s:.0f} s for {what}; see the logs in {self.folder}"
                 )
             time.sleep(0.1)
+
+
+def kill_below(root: int) -> None:
+    """Stops a process and kills all below it, as a power cut would."""
+    os.kill(root, signal.SIGSTOP)
+
+    def below() -> process_table.Table:
+        table = process_table.table()
+        below = process_table.trees(table, [root]) - {root}
+        return {pid: table[pid] for pid in below if table[pid].state != "Z"}
+
+    process_table.kill(below, 0.02)
 
 
 def unable() -> str:

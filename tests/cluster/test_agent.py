@@ -16,7 +16,7 @@ from rl.launch.roles import AGENT
 from rl.run_dir.nodes import TrainerWorld
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.children import PYTHON
-from tests.cluster.configs import run_config
+from tests.cluster.configs import run_config, world_of
 from tests.waiting import alive, until
 
 PROGRAM = f"""#!{sys.executable}
@@ -64,15 +64,8 @@ def make(tmp_path, children, monkeypatch):
 
 
 def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> TrainerWorld:
-    return TrainerWorld(
-        generation=generation,
-        nodes=list(nodes),
-        leases=[5] * len(nodes),
-        ranks=[1] * len(nodes),
-        address="10.0.0.1",
-        port=77,
-        stop=stop,
-    )
+    each = {"leases": [5] * len(nodes), "ranks": [1] * len(nodes)}
+    return world_of(generation, list(nodes), **each, address="10.0.0.1", port=77, stop=stop)
 
 
 def read(note: Path) -> dict:

@@ -9,8 +9,7 @@ from rl.cluster.lead import TAKEN, Leader, on_a_cluster, with_open_hosts
 from rl.cluster.world import END_S
 from rl.config.run import RLConfig
 from rl.run_dir.lease import LEASE_S, hold_role
-from rl.run_dir.nodes import TrainerWorld
-from tests.cluster.configs import run_config
+from tests.cluster.configs import run_config, world_of
 from tests.waiting import until
 
 
@@ -75,14 +74,9 @@ def test_one_whose_machine_is_cut_off_leaves_the_role_to_others(leader):
 
 def test_one_that_takes_over_ends_the_ranks_of_the_world_before(leader):
     one = leader("sys.exit(0)")
-    one.nodes.write(
-        one.nodes.world_path,
-        TrainerWorld(generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1]),
-    )
+    one.nodes.write(one.nodes.world_path, world_of(3, [0, 1]))
     until(lambda: one.poll() or one.child)
-    assert one.nodes.world() == TrainerWorld(
-        generation=3, nodes=[0, 1], leases=[1] * len([0, 1]), ranks=[1, 1], stop="kill"
-    )
+    assert one.nodes.world() == world_of(3, [0, 1], stop="kill")
 
 
 def test_an_end_after_the_role_was_lost_is_not_the_end_of_the_run(leader):

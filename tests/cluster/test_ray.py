@@ -17,20 +17,22 @@ from rl.cluster.ray import faults, run
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.launch.children import Children
-from rl.run_dir.metrics import read_metrics
 from rl.run_dir.nodes import Nodes
-from rl.run_dir.paths import RunDir
-from rl.system import process_table
 from rl.system.errors import RunError
+from tests.cluster.configs import (
+    REAL,
+    assert_each_step_once,
+    processes_of,
+    real_config,
+    run_config,
+    steps_of,
+)
+from tests.cluster.slurm_here import kill_below
 from tests.waiting import alive, until
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-ENVIRONMENT = {
-    "PYTHONPATH": str(Path(__file__).parents[1] / "environments"),
-    "HF_HUB_OFFLINE": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
+ENVIRONMENT = REAL | {"RAY_USAGE_STATS_ENABLED": "0"}
 SECRET = "hf_of-this-user"
 USER = {"HF_TOKEN": SECRET, "CUDA_VISIBLE_DEVICES": "5", "RL_NODE_ADDRESS": "host"}
 START_S = 60.0
@@ -69,18 +71,7 @@ class RayCluster:
             for node in self.cluster.worker_nodes
             if node.all_processes["raylet"][0].process.pid in above
         ]
-        raylet = node.all_processes["raylet"][0].process.pid
-        os.kill(raylet, signal.SIGSTOP)
-
-        def below() -> process_table.Table:
-            found = process_table.table()
-            return {
-                one: found[one]
-                for one in process_table.trees(found, [raylet]) - {raylet}
-                if found[one].state != "Z"
-            }
-
-        process_table.kill(below, 0.02)
+        kill_below(node.all_processes["raylet"][0].process.pid)
         self.cluster.remove_node(node, allow_graceful=False)
 
     def kill_head(self) -> None:
@@ -111,14 +102,9 @@ class Run:
     """A driver and its stand-ins."""
 
     def __init__(self, root: Path, address: str, **settings: Any):
-        cluster = {
-            "engine": "ray",
-            "nodes": 4,
-            "grace_s": 5,
-            "ray": {"address": address},
-        } | settings
-        tables = {"cluster": cluster, "orchestrator": {"environment": [{"id": "owner/name"}]}}
-        self.config = RLConfig.model_validate(tables | {"name": "x", "output_dir": str(root)})
+        usual = {"engine": "ray", "nodes": 4, "grace_s": 5, "ray": {"address": address}}
+        environments = {"environment": [{"id": "owner/name"}]}
+        self.config = run_config(root, usual | settings, orchestrator=environments)
         self.root = self.config.run_dir.root
         self.root.mkdir(parents=True)
         write_config(self.config.run_dir.config, self.config)
@@ -303,36 +289,7 @@ class RealRun:
     """A run of the tiny model: two machines train, one serves."""
 
     def __init__(self, folder: Path, model: Path):
-        trainer = {
-            "optim": {"lr": 1e-5},
-            "micro_batch_tokens": 128,
-            "checkpoint": {"interval": 20},
-            "gpus": 0,
-            "ranks": 1,
-        }
-        orchestrator = {
-            "environment": [{"id": "first-half"}],
-            "batch_size": 16,
-            "sampling": {"max_tokens": 16},
-        }
-        place = {
-            "name": "run",
-            "output_dir": str(folder),
-            "max_steps": 100_000,
-            "inference": {"gpus": 0},
-        }
-        sizes = {"name": str(model), "dtype": "float32", "max_model_len": 128}
-        engine = {
-            "engine": "ray",
-            "nodes": 3,
-            "trainer_nodes": 2,
-            "grace_s": 20,
-            "ray": {"gpus": 0},
-        }
-        config = RLConfig.model_validate(
-            {"trainer": trainer, "orchestrator": orchestrator, "model": sizes, "cluster": engine}
-            | place
-        )
+        config = real_config(folder, model, {"engine": "ray", "ray": {"gpus": 0}}, "run")
         self.file, self.run_dir, self.said = folder / "run.toml", config.run_dir, folder / "said"
         write_config(self.file, config)
 
@@ -348,17 +305,9 @@ class RealRun:
             "@", str(self.file), "--cluster.ray.address", cluster.cluster.address, *words
         )
 
-    def steps(self) -> int:
-        path = self.run_dir.metrics
-        return (
-            max((step for step, _ in read_metrics(path, "trainer")), default=0)
-            if path.exists()
-            else 0
-        )
-
     def wait_for_steps(self, process: subprocess.Popen[bytes], more: int = 5) -> None:
-        wanted = self.steps() + more
-        until(lambda: self.steps() >= wanted or process.poll() is not None, 150.0)
+        wanted = steps_of(self.run_dir) + more
+        until(lambda: steps_of(self.run_dir) >= wanted or process.poll() is not None, 150.0)
         assert process.poll() is None, self.said.read_text()[-3000:]
 
 
@@ -386,28 +335,14 @@ def test_a_run_outlives_machines_and_the_head(tmp_path, model, monkeypatch):
     )
     until(lambda: not processes_of(run.run_dir), 60.0)
     first.shutdown()
-    second, last = RayCluster(4), run.steps() + 5
+    second, last = RayCluster(4), steps_of(run.run_dir) + 5
     assert run.submit(second, "--resume", "--max_steps", str(last)).wait(200) == 0, (
         run.said.read_text()[-3000:]
     )
     assert not processes_of(run.run_dir)
     second.shutdown()
-    for source in ("trainer", "orchestrator"):
-        assert sorted(step for step, _ in read_metrics(run.run_dir.metrics, source)) == [
-            *range(1, last + 1)
-        ]
+    assert_each_step_once(run.run_dir, last)
     assert (
         run.start("replay", str(run.run_dir.root)).wait(200) == 0
         and "EQUAL" in run.said.read_text()
     )
-
-
-def processes_of(run_dir: RunDir) -> list[int]:
-    return [pid for pid in psutil.pids() if str(run_dir.root).encode() in command_line(pid)]
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""

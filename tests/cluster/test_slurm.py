@@ -407,18 +407,7 @@ class TestSlurm:
         run = Run(cluster, tmp_path, monkeypatch)
         run.wait_for_starts((0, 0), (1, 0), (2, 0))
         where = {index: node for index, _, node, _ in run.starts()}
-        cluster.ask(
-            "sbatch",
-            "-p",
-            "high",
-            "-w",
-            where["1"],
-            "--exclusive",
-            "-o",
-            "/dev/null",
-            "--wrap",
-            "sleep 2",
-        )
+        cluster.preempt(where["1"])
         run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
         run.wait("the job of high priority", lambda: not cluster.ask("squeue", "-h", "-p", "high"))
         cluster.kill(where["2"])

@@ -12,58 +12,24 @@ from pathlib import Path
 import pytest
 
 from rl.config.command_line import write_config
-from rl.config.run import RLConfig
-from rl.run_dir.metrics import read_metrics
-from rl.system import process_table
 from tests.cluster import slurm_here
+from tests.cluster.configs import REAL, assert_each_step_once, processes_of, real_config, steps_of
 
 pytestmark = [
     *(pytest.mark.cluster, pytest.mark.timeout(1200), pytest.mark.usefixtures("classic_home")),
     pytest.mark.skipif(bool(slurm_here.unable()), reason=slurm_here.unable()),
 ]
 RL = Path(sys.executable).parent / "rl"
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(Path(__file__).parents[1] / "environments"),
-}
-
-
-def make_config(folder: Path, model: Path) -> RLConfig:
-    trainer = {
-        "optim": {"lr": 1e-5},
-        "micro_batch_tokens": 128,
-        "checkpoint": {"interval": 20},
-        "gpus": 0,
-        "ranks": 1,
-    }
-    orchestrator = {
-        "environment": [{"id": "first-half"}],
-        "batch_size": 16,
-        "sampling": {"max_tokens": 16},
-    }
-    cluster = {"engine": "slurm", "nodes": 3, "trainer_nodes": 2, "grace_s": 20}
-    tables = {
-        "trainer": trainer,
-        "orchestrator": orchestrator,
-        "inference": {"gpus": 0},
-        "cluster": cluster,
-    }
-    place = {"name": "rün", "output_dir": str(folder / "out puts"), "max_steps": 100_000}
-    sizes = {"name": str(model), "dtype": "float32", "max_model_len": 128}
-    return RLConfig.model_validate(tables | place | {"model": sizes})
 
 
 class Run:
     """A run on Slurm, as its user sees it."""
 
     def __init__(self, here: slurm_here.SlurmHere, folder: Path, model: Path):
-        self.here, self.file, config = here, folder / "run.toml", make_config(folder, model)
-        self.run_dir, self.root, self.said = (
-            config.run_dir,
-            str(config.run_dir.root),
-            folder / "said",
-        )
+        self.here, self.file = here, folder / "run.toml"
+        config = real_config(folder / "out puts", model, {"engine": "slurm"}, "rün")
+        self.run_dir, self.said = config.run_dir, folder / "said"
+        self.root = str(self.run_dir.root)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.trainer = self.servers = ""
         write_config(self.file, config)
@@ -73,7 +39,7 @@ class Run:
         with self.said.open("ab") as file:
             process = subprocess.Popen(
                 [*before, RL, *words],
-                env=os.environ | self.here.env | ENVIRONMENT,
+                env=os.environ | self.here.env | REAL | {"OMP_NUM_THREADS": "1"},
                 stdout=file,
                 stderr=file,
             )
@@ -94,14 +60,6 @@ class Run:
     def text(self) -> str:
         return self.said.read_text() if self.said.exists() else ""
 
-    def steps(self) -> int:
-        path = self.run_dir.metrics
-        return (
-            max((step for step, _ in read_metrics(path, "trainer")), default=0)
-            if path.exists()
-            else 0
-        )
-
     def wait(self, what: str, condition: Callable[[], object], timeout_s: float = 200.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -111,8 +69,8 @@ class Run:
             time.sleep(0.5)
 
     def wait_for_steps(self, more: int) -> None:
-        wanted = self.steps() + more
-        self.wait(f"step {wanted}", lambda: self.steps() >= wanted)
+        wanted = steps_of(self.run_dir) + more
+        self.wait(f"step {wanted}", lambda: steps_of(self.run_dir) >= wanted)
 
     def wait_for_requeue(self, number: int) -> None:
         self.wait(
@@ -137,39 +95,17 @@ class Run:
     def finish(self, *before: str) -> None:
         """Trains a few more steps, to the end: then every step was trained once, and a replay
         makes the same weights."""
-        last = self.steps() + 5
-        assert (
-            self.start(
-                "@", str(self.file), "--resume", "--max_steps", str(last), before=before
-            ).wait(300)
-            == 0
-        )
+        last = steps_of(self.run_dir) + 5
+        words = f"@ {self.file} --resume --max_steps {last}".split()
+        assert self.start(*words, before=before).wait(300) == 0
         self.wait_for_nothing()
-        for source in ("trainer", "orchestrator"):
-            assert sorted(step for step, _ in read_metrics(self.run_dir.metrics, source)) == [
-                *range(1, last + 1)
-            ]
+        assert_each_step_once(self.run_dir, last)
         assert self.start("replay", self.root).wait(300) == 0 and "EQUAL" in self.text()
 
     def wait_for_nothing(self) -> None:
         """Until the queue is empty: then no process is left."""
         self.wait("an empty queue", lambda: not self.here.ask("squeue", "-h"))
-        self.wait(
-            "no process",
-            lambda: (
-                not [
-                    pid for pid in process_table.table() if self.root.encode() in command_line(pid)
-                ]
-            ),
-            5.0,
-        )
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        self.wait("no process", lambda: not processes_of(self.run_dir), 5.0)
 
 
 @pytest.fixture
@@ -185,18 +121,7 @@ def run(tmp_path, model) -> Iterator[Run]:
 def test_machines_that_are_taken_away_and_lost(run):
     """Preemption, the loss of a server and that of a trainer, `rl stop`."""
     process = run.submit()
-    run.here.ask(
-        "sbatch",
-        "-p",
-        "high",
-        "-w",
-        run.machine(run.trainer),
-        "--exclusive",
-        "-o",
-        "/dev/null",
-        "--wrap",
-        "sleep 2",
-    )
+    run.here.preempt(run.machine(run.trainer))
     run.wait_for_requeue(1)
     run.lose(run.servers)
     run.lose(run.trainer)

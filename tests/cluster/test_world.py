@@ -20,7 +20,7 @@ from rl.run_dir.status import RoleStatus, Staleness, write_status
 from rl.system.children import Stopped
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
-from tests.cluster.configs import run_config, status_of
+from tests.cluster.configs import run_config, status_of, world_of
 from tests.run_dir.test_logs import REPORT
 from tests.waiting import until
 
@@ -160,35 +160,34 @@ class Running:
         return self.code
 
 
+@contextmanager
+def training(config: RLConfig, count: int = 3) -> Iterator[tuple[list[Machine], Running]]:
+    """Machines in their first world."""
+    with cluster_of(config, count) as machines:
+        running = Running(config)
+        running.world(1)
+        yield machines, running
+
+
 def test_all_machines_train_and_end_well(config):
     with cluster_of(config, 3) as machines:
         running = Running(config)
-        assert running.world(1) == TrainerWorld(
-            generation=1,
-            nodes=[0, 1, 2],
-            leases=[1, 1, 1],
-            ranks=[2, 2, 2],
-            address="10.0.0.0",
-            port=1000,
-        )
+        first = world_of(1, [0, 1, 2], address="10.0.0.0", port=1000)
+        assert running.world(1) == first
         for machine in machines:
             machine.exit_code = 0
         assert running.result() == 0
 
 
 def test_the_first_failure_ends_the_world_with_its_code(config):
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[1].exit_code = 3
         assert running.result() == 3
         until(lambda: all(status.agent == "ended" for status in running.nodes.statuses().values()))
 
 
 def test_a_lost_machine_is_a_death_and_the_next_world_goes_on_without_it(config):
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[2].die()
         assert running.result() == KILLED
         running = Running(config)
@@ -198,9 +197,7 @@ def test_a_lost_machine_is_a_death_and_the_next_world_goes_on_without_it(config)
 
 
 def test_a_machine_that_the_leaders_does_not_reach_is_lost_although_it_lives(config):
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[1].set(place=pid_scope(), cut_off=[2])
         assert running.result() == KILLED
         running = Running(config)
@@ -213,9 +210,7 @@ def test_a_machine_that_the_leaders_does_not_reach_is_lost_although_it_lives(con
 def test_one_that_starts_again_is_lost_to_the_world_of_its_former_self(config):
     """Whether or not its ranks' end is noticed: those of the others may wait for them, for a
     quarter of an hour at the start."""
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[2].start_again()
         assert running.result() == KILLED
         assert lease_path(running.nodes.lock(2), 2).read_bytes() == b"held", "that of its new self"
@@ -239,12 +234,8 @@ def test_one_that_comes_and_goes_is_not_taken_in(config, monkeypatch):
 
 
 def test_a_launcher_that_was_stopped_does_not_end_its_successors_world(config):
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
-        successors = TrainerWorld(
-            generation=2, nodes=[0, 1, 2], leases=[1] * len([0, 1, 2]), ranks=[2, 2, 2]
-        )
+    with training(config) as (machines, running):
+        successors = world_of(2, [0, 1, 2])
         running.nodes.write(running.nodes.world_path, successors)
         until(lambda: all(machine.status.generation == 2 for machine in machines))
         machines[2].die()  # which the first one would take for a death in its world
@@ -254,9 +245,7 @@ def test_a_launcher_that_was_stopped_does_not_end_its_successors_world(config):
 
 
 def test_a_machine_that_leaves_is_left_out_after_a_checkpoint(config):
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         of_a_killed_rank = config.run_dir.status("trainer-5")
         write_status(of_a_killed_rank, RoleStatus(process="trainer-5", pid=1))
         machines[0].set(leaving=True)
@@ -270,10 +259,7 @@ def test_a_machine_that_leaves_is_left_out_after_a_checkpoint(config):
 def test_agents_of_a_killed_launcher_end_before_the_next_world(config):
     with cluster_of(config, 3) as machines:
         nodes = Nodes(config.run_dir)
-        nodes.write(
-            nodes.world_path,
-            TrainerWorld(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]),
-        )
+        nodes.write(nodes.world_path, world_of(7, [0, 1, 2]))
         until(lambda: all(machine.status.agent == "running" for machine in machines))
         running = Running(config)
         assert running.world(8).nodes == [0, 1, 2]
@@ -283,9 +269,7 @@ def test_agents_of_a_killed_launcher_end_before_the_next_world(config):
 def test_damage_is_told_when_no_rank_runs_any_more(config, told_by):
     """Regression: the leader moved files away while ranks of other machines trained and wrote.
     torchrun's agent always ends with 1."""
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[0].slow = 20
         if told_by == "rank":
             config.run_dir.exit_code("trainer").write_text(str(DAMAGED))
@@ -296,10 +280,7 @@ def test_damage_is_told_when_no_rank_runs_any_more(config, told_by):
 def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monkeypatch):
     with cluster_of(config, 3) as machines:
         nodes, launcher = Nodes(config.run_dir), Launcher(config)
-        nodes.write(
-            nodes.world_path,
-            TrainerWorld(generation=7, nodes=[0, 1, 2], leases=[1, 1, 1], ranks=[2, 2, 2]),
-        )
+        nodes.write(nodes.world_path, world_of(7, [0, 1, 2]))
         until(lambda: all(machine.status.agent == "running" for machine in machines))
         launcher.world, machines[0].slow, told, tell = nodes.world(), 20, [], launcher.tell
 
@@ -350,9 +331,7 @@ def test_machines_that_differ_are_refused(config, field, value, words):
 
 
 def test_one_that_differs_is_not_taken_into_a_world_that_trains(config):
-    with cluster_of(config, 2) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config, 2) as (machines, running):
         machines.append(late := Machine(running.nodes, 2))
         late.set(software="rl 2")
         time.sleep(1.0)
@@ -364,18 +343,14 @@ def test_one_that_differs_is_not_taken_into_a_world_that_trains(config):
 def test_a_machine_whose_ranks_the_engine_has_told_to_end_is_no_death(config):
     """Slurm sends SIGTERM to all processes of a step: ranks may have saved and ended before the
     launcher sees that their machine leaves."""
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[1].set(leaving=True, agent="ended", exit_code=143)
         assert running.world(2).nodes == [0, 2]
 
 
 def test_ranks_that_were_killed_are_told_from_ranks_that_failed(config, tmp_path):
     """Regression: both were exit code 1, and two of them before the first step ended the run."""
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[1].exit_code = -signal.SIGKILL
         assert running.result() == KILLED
     replace, log = msgspec.structs.replace, tmp_path / "agent.log"
@@ -396,9 +371,7 @@ def test_ranks_that_were_killed_are_told_from_ranks_that_failed(config, tmp_path
 
 def test_a_rank_that_fails_because_a_machine_is_lost_is_no_failure_of_its_own(config, monkeypatch):
     monkeypatch.setattr(module, "LEASE_S", 60.0)
-    with cluster_of(config, 3) as machines:
-        running = Running(config)
-        running.world(1)
+    with training(config) as (machines, running):
         machines[2].die()
         late = module.time.monotonic() + 2 * module.LATE_S
         until(lambda: module.time.monotonic() > late)

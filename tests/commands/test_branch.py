@@ -25,6 +25,7 @@ from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import TrainBatch
 from tests.commands.driver import words
+from tests.flags import flags
 
 STATE = OrchestratorState(
     tasks=TaskState(next_group=9, issued={"e": 8}, in_flight=[TaskRef(8, "e", 3)]),
@@ -43,11 +44,11 @@ def weights(step: int) -> bytes:
 def run(tmp_path, monkeypatch):
     """A run of four steps with the checkpoints 2 and 4, of whose versions the last two are kept."""
     monkeypatch.chdir(tmp_path)
-    flags = (
+    given = (
         "--orchestrator.environment.id e --model.name owner/m --name x --max_steps 4 "
         "--learning_rate 1e-5 --model.dtype bfloat16"
     )
-    config = build(parse_args(flags.split())).with_absolute_paths()
+    config = build(parse_args(given.split())).with_absolute_paths()
     run_dir = config.run_dir
     write_file(run_dir.config, to_toml(config).encode())
     for step in range(1, 5):
@@ -75,7 +76,7 @@ def launched(monkeypatch):
 
 
 def branch(*args, code=0):
-    assert subcommand("branch", [*map(str, args)], Children()) == code
+    assert subcommand("branch", flags(*args), Children()) == code
 
 
 def fault(capsys, *args, code=1) -> str:
@@ -87,7 +88,7 @@ def fault(capsys, *args, code=1) -> str:
 
 
 def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launched, capsys):
-    branch(f"{run.root}@2", *words("--name y --trainer.optim.lr 3e-6"))
+    branch(f"{run.root}@2", "--name y --trainer.optim.lr 3e-6")
     ((config, resume, again),) = launched
     new = config.run_dir
     assert (
@@ -133,7 +134,7 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
 
 
 def test_a_branch_says_what_becomes_of_the_learning_rate(run, launched, capsys):
-    branch(f"{run.root}@2", *words("--name y --trainer.optim.schedule cosine --max_steps 8"))
+    branch(f"{run.root}@2", "--name y --trainer.optim.schedule cosine --max_steps 8")
     assert (
         "  learning rate of step 2: 1e-05 before, 9.62e-06 with these settings, which go on "
         "from there\n" in capsys.readouterr().out
@@ -153,7 +154,7 @@ def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
 
 def test_a_branch_on_a_cluster_is_not_divided_as_this_machine_would_be(run, launched):
     """Regression: it ran on this machine alone."""
-    branch(f"{run.root}@2", *words("--name y --cluster.nodes 3 --cluster.engine slurm"))
+    branch(f"{run.root}@2", "--name y --cluster.nodes 3 --cluster.engine slurm")
     ((config, resume, _),) = launched
     assert (config.cluster.nodes, config.trainer.ranks, config.trainer.gpus, resume) == (
         3,
@@ -168,7 +169,7 @@ def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path
     moved.parent.mkdir()
     run.root.rename(moved)
     assert "m is the run itself; name the new run" in fault(capsys, f"{moved}@2", code=2)
-    branch(f"{moved}@2", "--name", "y")
+    branch(f"{moved}@2", "--name y")
     (tmp_path / "link").symlink_to(moved.parent)
     assert "m is the run itself" in fault(
         capsys, f"{moved}@2", "--output_dir", tmp_path / "link", "--clean", code=2
@@ -191,18 +192,18 @@ def test_a_branch_of_a_recorded_run_reads_its_file_anew(run, launched, tmp_path)
     )
     write_file(run.config, to_toml(config).encode())
     write_file(run.data / "recorded.json", json.dumps(check_same(config)).encode())
-    branch(f"{run.root}@2", "--name", "y", "--recorded.rollouts", tmp_path / "b.jsonl")
+    branch(f"{run.root}@2", "--name y --recorded.rollouts", tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").write_text("mended\n")
     with pytest.raises(RunError, match=r"a.jsonl: has changed since the run began with it"):
         check_same(config)
-    branch(f"{run.root}@2", "--name", "z")
+    branch(f"{run.root}@2", "--name z")
     other, same = (check_same(config) for config, *_ in launched)
     assert [*other] == [str(tmp_path / "b.jsonl")] and [*same] == [str(tmp_path / "a.jsonl")]
 
 
 def test_tasks_go_on_unless_what_is_played_changes(run, launched):
-    branch(run.root, *words("--name y --max_steps 9 --orchestrator.environment.timeout_s 5"))
-    branch(run.root, *words("--name z --max_steps 9 --orchestrator.environment.args.n 5"))
+    branch(run.root, "--name y --max_steps 9 --orchestrator.environment.timeout_s 5")
+    branch(run.root, "--name z --max_steps 9 --orchestrator.environment.args.n 5")
     same, other = (config.run_dir for config, *_ in launched)
     assert same.batch(4).samefile(run.batch(4))
     content = decode_batch(other.batch(4).read_bytes(), "")
@@ -218,8 +219,14 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
     [
         ((), "rl branch: which run? Give its directory first"),
         (("x@2",), "rl branch: x is the run itself; name the new run: --name NEW"),
-        ((*words("x@2 --name y --resume"),), "a branch is a new run"),
-        ((*words("x@2 --name y --bogus 1"),), "in the configuration\n  bogus = 1 (--bogus)\n"),
+        (
+            ("x@2", "--name y --resume"),
+            "a branch is a new run",
+        ),
+        (
+            ("x@2", "--name y --bogus 1"),
+            "in the configuration\n  bogus = 1 (--bogus)\n",
+        ),
         (
             ("x@3", "--name", "y"),
             "x@3: there is no checkpoint of step 3, only of 2, 4. Which ones a run keeps is "
@@ -233,19 +240,19 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
             "reached at step 4; raise it",
         ),
         (
-            (*words("x@2 --name y --model.name z/m"),),
+            ("x@2", "--name y --model.name z/m"),
             "  model.name: 'owner/m' -> 'z/m'\n    the checkpoint holds the weights of that",
         ),
         (
-            (*words("x@2 --name y --model.dtype float32"),),
+            ("x@2", "--name y --model.dtype float32"),
             "    its version was published in that dtype and would be another policy",
         ),
         (
-            (*words("x@2 --name y --trainer.lora"),),
+            ("x@2", "--name y --trainer.lora"),
             "trainer.lora.rank: None -> 16\n    the checkpoint holds the whole model",
         ),
         (
-            (*words("x@2 --name y --sft.dataset d --trainer.loss.type cross_entropy"),),
+            ("x@2", "--name y --sft.dataset d --trainer.loss.type cross_entropy"),
             "learning -> supervised fine-tuning",
         ),
         (("z@2", "--name", "y"), "contains the runs x"),
@@ -261,7 +268,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(
 
 def test_damage_is_found_before_anything_is_written(run, launched, capsys):
     (run.checkpoint(2) / "__0_0.distcp").write_bytes(b"other")
-    assert "000002/__0_0.distcp: damaged" in fault(capsys, f"{run.root}@2", "--name", "y")
+    assert "000002/__0_0.distcp: damaged" in fault(capsys, f"{run.root}@2", "--name y")
     assert [path.name for path in run.root.parent.iterdir()] == ["x"]
 
 
@@ -270,7 +277,7 @@ def test_another_loss_drops_the_keys_of_the_one_before(run, launched):
     run.config.write_text(text.replace("kl_coefficient = 0.0", "kl_coefficient = 0.5"))
     branch(
         f"{run.root}@2",
-        *words("--name y --trainer.loss.type clip --orchestrator.credit.type grpo"),
+        "--name y --trainer.loss.type clip --orchestrator.credit.type grpo",
     )
     assert run.config.read_text() != text and launched[0][0].trainer.loss.kl_coefficient == 0.5
     loss = launched[0][0].trainer.loss
@@ -291,7 +298,7 @@ def test_another_loss_drops_the_keys_of_the_one_before(run, launched):
 
 def test_a_dry_run_writes_nothing(run, launched, capsys):
     with pytest.raises(SystemExit) as end:
-        branch(f"{run.root}@2", "--name", "y", "--dry-run")
+        branch(f"{run.root}@2", "--name y --dry-run")
     assert end.value.code == 0
     (run.root.parent / "dry.toml").write_text(capsys.readouterr().out)
     assert (
@@ -299,7 +306,7 @@ def test_a_dry_run_writes_nothing(run, launched, capsys):
         and not launched
     )
     assert "there is no checkpoint of step 3" in fault(
-        capsys, f"{run.root}@3", "--name", "y", "--dry-run"
+        capsys, f"{run.root}@3", "--name y --dry-run"
     )
     assert not run.root.with_name("y").exists()
 
@@ -308,22 +315,22 @@ def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_tol
     run, launched, capsys
 ):
     for lr in ("3e-6", "4e-6"):
-        branch(f"{run.root}@2", "--name", "y", "--trainer.optim.lr", lr)
+        branch(f"{run.root}@2", "--name y --trainer.optim.lr", lr)
     new = launched[-1][0].run_dir
     assert from_toml(new.config).trainer.optim.lr == 4e-6
     with pytest.raises(RunError, match=f"{new.root} exists: continue that run with --resume"):
         prepare(launched[-1][0], resume=None, clean=False)
     write_batch(new.batch(3), TrainBatch(step=3, samples=[]), STATE)
     assert f"{new.root} exists: continue that run with --resume" in fault(
-        capsys, f"{run.root}@2", "--name", "y"
+        capsys, f"{run.root}@2", "--name y"
     )
-    branch(f"{run.root}@4", *words("--name y --max_steps 9 --clean"))
+    branch(f"{run.root}@4", "--name y --max_steps 9 --clean")
     assert list(numbered(new.batches, ".batch")) == [4]
     (run.root.parent / "mine").mkdir()
     for name in ("thesis.tex", "config.toml"):  # the user's own
         (run.root.parent / "mine" / name).touch()
         for clean in ((), ("--clean",)):
-            said = fault(capsys, f"{run.root}@2", "--name", "mine", *clean)
+            said = fault(capsys, f"{run.root}@2", "--name mine", *clean)
             assert (
                 "mine is not a run directory, and has " in said
                 and (run.root.parent / "mine" / name).exists()
@@ -341,7 +348,7 @@ def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, mo
             else link(*a)
         ),
     )
-    branch(f"{run.root}@2", "--name", "y", "--trainer.weights.dir", tmp_path / "memory")
+    branch(f"{run.root}@2", "--name y --trainer.weights.dir", tmp_path / "memory")
     new = launched[0][0].run_dir
     assert (
         new.weights(2) == tmp_path / "memory" / "y" / "000002"
@@ -351,12 +358,12 @@ def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, mo
     shutil.rmtree(new.root)
     expected = "memory/y holds versions 2 of another run; choose another --name"
     assert expected in fault(
-        capsys, f"{run.root}@2", "--name", "y", "--trainer.weights.dir", tmp_path / "memory"
+        capsys, f"{run.root}@2", "--name y --trainer.weights.dir", tmp_path / "memory"
     )
 
 
 def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run, launched):
-    branch(f"{run.root}@2", "--name", "y")
+    branch(f"{run.root}@2", "--name y")
     config = launched[0][0]
     new = config.run_dir
     with pytest.raises(RunError, match="the branch has no version of its own yet"):
@@ -387,27 +394,26 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
 
 
 def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launched, capsys):
-    flags = [
-        *words(
-            "--model.name owner/m --name x --max_steps 4 --sft.dataset d.jsonl --model.dtype bfloat16"
-        ),
-    ]
-    write_file(run.config, to_toml(build(parse_args(flags)).with_absolute_paths()).encode())
+    given = (
+        "--model.name owner/m --name x --max_steps 4 --sft.dataset d.jsonl --model.dtype bfloat16"
+    )
+    config = build(parse_args(given.split())).with_absolute_paths()
+    write_file(run.config, to_toml(config).encode())
     for change in (
         ("--sft.batch_size", "128"),
         ("--seed", "7"),
         ("--sft.dataset", "e.jsonl"),
         ("--model.max_model_len", "64"),
     ):
-        said = fault(capsys, f"{run.root}@2", "--name", "y", *change)
+        said = fault(capsys, f"{run.root}@2", "--name y", *change)
         assert (
             f"  {change[0][2:]}: " in said
             and "decides the examples, their order or their batches, of which some are trained"
             in said
         )
     run.data.mkdir()
-    branch(f"{run.root}@2", *words("--name y --sft.validation_interval 7 --learning_rate 1e-4"))
-    branch(f"{run.root}@2", *words("--name z --sft.validation other.jsonl"))
+    branch(f"{run.root}@2", "--name y --sft.validation_interval 7 --learning_rate 1e-4")
+    branch(f"{run.root}@2", "--name z --sft.validation other.jsonl")
     same, other = (found[0] for found in launched)
     assert (same.sft.validation_interval, same.run_dir.data.is_dir()) == (7, True)
     assert (other.sft.validation, other.run_dir.data.is_dir()) == (

@@ -14,17 +14,18 @@ from rl.config.help import COMMANDS, PROCESS_USAGE, fit
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
 from tests.bounds import children_cpu_s, imports_s
+from tests.flags import flags
 
 ENV = ["--orchestrator.environment.id", "e"]
 
 
-def config(*args: str):
-    return build(parse_args([*ENV, *args]))
+def config(*args: str, **variables: str):
+    return build(parse_args(flags(*ENV, *args), variables))
 
 
 def faults(*args: str) -> str:
     with pytest.raises(ConfigError) as error:
-        build(parse_args(list(args)))
+        build(parse_args(flags(*args)))
     return str(error.value)
 
 
@@ -41,12 +42,12 @@ def file(tmp_path):
 
 
 def test_minibatches_of_whole_groups():
-    sizes = ("--orchestrator.batch_size", "60", "--orchestrator.group_size", "8")
+    sizes = flags("--orchestrator.batch_size 60 --orchestrator.group_size 8")
     # the last group of a batch is whole
-    assert config(*sizes, "--trainer.minibatches", "8").trainer.minibatches == 8
+    assert config(*sizes, "--trainer.minibatches 8").trainer.minibatches == 8
     assert (
         config(
-            "--trainer.loss.type", "gspo", "--trainer.loss.truncate", "4", "--trainer.epochs", "2"
+            "--trainer.loss.type gspo --trainer.loss.truncate 4 --trainer.epochs 2"
         ).trainer.loss.truncate
         == 4
     )
@@ -77,30 +78,30 @@ def test_a_section_as_a_whole_and_its_keys_in_different_layers(file):
 
     def played(*args: str):
         return [
-            (env.id, env.weight) for env in build(parse_args(list(args))).orchestrator.environment
+            (env.id, env.weight) for env in build(parse_args(flags(*args))).orchestrator.environment
         ]
 
     several = ("--orchestrator.environment", "[{id = 'a'}, {id = 'b'}]")
-    assert played("@", both, "--orchestrator.environment.1.weight", "3") == [("x", 1.0), ("y", 3.0)]
+    assert played("@", both, "--orchestrator.environment.1.weight 3") == [("x", 1.0), ("y", 3.0)]
     # a list replaces what a file says of another one
     assert played("@", one, *several) == [("a", 1.0), ("b", 1.0)]
     assert build(parse_args(["@", both, "--inference.vllm", "{}"])).inference.vllm == {}
     assert (
         config("@", off, "--wandb").wandb.project == "p"
-        and config("@", off, "--wandb", "false").wandb is None
+        and config("@", off, "--wandb false").wandb is None
     )
-    assert with_variables("--wandb.project", "q", RL__WANDB="false").wandb.project == "q"
+    assert config("--wandb.project q", RL__WANDB="false").wandb.project == "q"
 
 
 def test_the_same_value_twice_is_no_fault(file):
     path = file("t.toml", "max_steps = 10\n")
-    assert config("--trainer", "@", path, "--orchestrator", f"@{path}").max_steps == 10
+    assert config("--trainer @", path, "--orchestrator", f"@{path}").max_steps == 10
 
 
 def test_two_files_that_say_different_things_about_one_setting(file):
     t, o = file("t.toml", "max_steps = 10\n"), file("o.toml", "max_steps = 11\n")
     assert f"trainer.max_steps = 10 ({t}) and orchestrator.max_steps = 11 ({o})" in faults(
-        "--trainer", "@", t, "--orchestrator", "@", o
+        "--trainer @", t, "--orchestrator @", o
     )
 
 
@@ -170,7 +171,7 @@ def test_flag_values(text, value):
 
 
 def test_switches_and_resume():
-    line = parse_args(["--clean", "--resume", "40", "--wandb"])
+    line = parse_args(flags("--clean --resume 40 --wandb"))
     assert (line.switches, line.resume, line.flags["wandb"][0]) == ({"clean"}, 40, True)
     assert parse_args(["--resume"]).resume == -1 and parse_args([]).resume is None
     assert (
@@ -206,12 +207,12 @@ def test_a_process_of_a_run_neither_resumes_nor_cleans(switch, capsys):
 
 
 def test_wandb_is_a_switch_and_a_table():
-    assert config().wandb is None and config("--wandb", "false").wandb is None
+    assert config().wandb is None and config("--wandb false").wandb is None
     assert config("--wandb").wandb.project == "rl"
     assert (
-        config("--wandb", "--wandb.project", "p").wandb.project
+        config("--wandb --wandb.project p").wandb.project
         == "p"
-        == config("--wandb.project", "p", "--wandb").wandb.project
+        == config("--wandb.project p --wandb").wandb.project
     )
 
 
@@ -238,12 +239,14 @@ def test_what_truncates_sampling_is_warned_about(capsys):
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "sampling",
     ["top_p 1.0", "top_k 0", "min_p 0", "top_p 0.9 --orchestrator.environment.sampling.top_p 1.0"],
 )
-def test_what_leaves_out_no_token_truncates_nothing(flags, capsys):
+def test_what_leaves_out_no_token_truncates_nothing(sampling, capsys):
     """top_p = 1.0 was warned about, and switched off that a wrong trainer ends the run."""
-    config, _ = load_config_or_exit([*ENV, *f"--orchestrator.sampling.{flags}".split()], "rl eval")
+    config, _ = load_config_or_exit(
+        [*ENV, *f"--orchestrator.sampling.{sampling}".split()], "rl eval"
+    )
     assert not capsys.readouterr().err and not config.truncates(9)
     assert config.sampling_of(config.orchestrator.environment[0]).keys() == {
         "max_tokens",
@@ -307,7 +310,12 @@ def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
     machine's other work, too."""
     began = children_cpu_s()
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from rl.main import main; sys.exit(main())", *args],
+        [
+            sys.executable,
+            "-c",
+            "import sys; from rl.main import main; sys.exit(main())",
+            *flags(*args),
+        ],
         capture_output=True,
         text=True,
     )
@@ -360,7 +368,7 @@ def test_a_shell_may_close_the_output(closed):
 
 def help_on(capsys, *topic: str, program: str = "rl") -> str:
     with pytest.raises(SystemExit) as end:
-        load_config_or_exit(["--help", *topic], program)
+        load_config_or_exit(flags("--help", *topic), program)
     assert end.value.code == 0
     return capsys.readouterr().out
 
@@ -381,7 +389,7 @@ def test_help_on_a_section_and_on_a_key(capsys):
         and "  --trainer.optim.betas" in section
         and "trainer.loss" not in section
     )
-    union = help_on(capsys, "trainer.loss", "--seed", "1")
+    union = help_on(capsys, "trainer.loss", "--seed 1")
     assert (
         union.count("--trainer.loss.kl_coefficient") == 1
         and union.count("--trainer.loss.clip_high") == 3
@@ -424,27 +432,22 @@ def test_help_on_what_there_is_not(capsys):
     assert capsys.readouterr().err == message
 
 
-def with_variables(*args: str, **variables: str):
-    return build(parse_args([*ENV, *args], variables))
-
-
 def test_variables_win_over_files_and_flags_over_variables(file):
     path = file("run.toml", "seed = 1\nmax_steps = 10\nmax_lag = 3\n[trainer.optim]\nlr = 1e-5\n")
-    built = with_variables(
+    built = config(
         "@",
         path,
-        "--max_lag",
-        "0",
+        "--max_lag 0",
         RL__MAX_STEPS="20",
         RL__MAX_LAG="2",
         RL__TRAINER__OPTIM__LR="1e-4",
     )
     assert (built.seed, built.max_steps, built.max_lag, built.trainer.optim.lr) == (1, 20, 0, 1e-4)
-    assert with_variables("--steps", "3", RL__TRAINER__MAX_STEPS="20").max_steps == 3
+    assert config("--steps 3", RL__TRAINER__MAX_STEPS="20").max_steps == 3
 
 
 def test_values_of_variables_are_written_as_those_of_flags():
-    built = with_variables(
+    built = config(
         RL__TRAINER__LOSS__TYPE="gspo",
         RL__TRAINER__LOSS__TOKEN_MASK="[0.5, 2]",
         RL__TRAINER__GPUS="0,1",
@@ -469,9 +472,8 @@ def test_values_of_variables_are_written_as_those_of_flags():
 
 def test_every_fault_in_variables_is_listed_at_once_with_the_variable_as_its_place():
     with pytest.raises(ConfigError) as error:
-        with_variables(
-            "--max_lag",
-            "x",
+        config(
+            "--max_lag x",
             RL__BOGUS="1",
             RL__TRAINER__OPTIM__LRR="1",
             RL__SEED="many",
@@ -501,18 +503,18 @@ def test_every_fault_in_variables_is_listed_at_once_with_the_variable_as_its_pla
         match=r"max_steps = 5 \(RL__MAX_STEPS\) and steps = 6 \(RL__STEPS\)\n    set the same "
         r"setting",
     ):
-        with_variables(RL__MAX_STEPS="5", RL__STEPS="6")
+        config(RL__MAX_STEPS="5", RL__STEPS="6")
 
 
 def test_a_run_that_exists_is_read_from_its_file_alone(monkeypatch, tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text(to_toml(config("--seed", "3")))
+    path.write_text(to_toml(config("--seed 3")))
     monkeypatch.setenv("RL__SEED", "9")
     monkeypatch.setenv("RL__BOGUS", "9")
     assert from_toml(path).seed == 3
     assert load_config_or_exit(["@", str(path)], "trainer")[0].seed == 3
     monkeypatch.delenv("RL__BOGUS")
-    done, _ = command("@", str(path), "--dry-run", "--output_dir", str(tmp_path / "o"))
+    done, _ = command("@", str(path), "--dry-run --output_dir", str(tmp_path / "o"))
     assert "\nseed = 9\n" in done.stdout and not (tmp_path / "o").exists()
 
 
@@ -555,12 +557,7 @@ def test_a_text_keeps_its_text_whatever_number_it_looks_like():
         "--seed",
         "0x10",
     ]
-    env = [
-        "--orchestrator.environment.id",
-        "0x10",
-        "--orchestrator.environment.args.version",
-        "3.10",
-    ]
+    env = flags("--orchestrator.environment.id 0x10 --orchestrator.environment.args.version 3.10")
     config = build(parse_args([*words, *env], {"RL__WANDB__GROUP": "007.0"}))
     assert (config.name, config.wandb.name, config.wandb.tags, config.wandb.notes) == (
         "1.10",

@@ -8,13 +8,18 @@ from rl.config.loss import ClippedSettings
 from rl.config.outside import outside_faults
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
+from tests.flags import flags
 
 ENV = ["--orchestrator.environment.id", "e"]
 
 
+def config(*args: str) -> RLConfig:
+    return build(parse_args(flags(*ENV, *args)))
+
+
 def faults(*args: str) -> str:
     with pytest.raises(ConfigError) as error:
-        build(parse_args(list(args)))
+        build(parse_args(flags(*args)))
     return str(error.value)
 
 
@@ -40,7 +45,7 @@ def test_faults_of_settings_are_told_at_once_and_then_those_between_them():
 
 def test_what_cannot_be_read_hides_nothing_that_is_there():
     said = faults(
-        "@", "/nowhere.toml", "stray", "--trainer.optim.lrr", "1", "--orchestrator.batch_size", "3"
+        "@", "/nowhere.toml", "stray", "--trainer.optim.lrr 1 --orchestrator.batch_size 3"
     )
     assert (
         said.startswith("3 faults")
@@ -53,14 +58,14 @@ def test_what_cannot_be_read_hides_nothing_that_is_there():
 
 def test_a_package_that_a_setting_needs_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    found = list(outside_faults(build(parse_args([*ENV, "--trainer.weights.transport", "nixl"]))))
+    found = list(outside_faults(config("--trainer.weights.transport nixl")))
     assert [(key, "uv sync --extra nixl" in text) for key, _, text in found] == [
         ("trainer.weights.transport", True)
     ]
 
 
 @pytest.mark.parametrize(
-    ("flags", "key", "text"),
+    ("line", "key", "text"),
     [
         ("--trainer.loss.type clip --trainer.loss.truncate 4", "trainer.loss.truncate", "several"),
         ("--trainer.loss.importance none --trainer.loss.truncate 4", "trainer.loss.truncate", "im"),
@@ -80,8 +85,8 @@ def test_a_package_that_a_setting_needs_is_named_with_its_remedy(monkeypatch):
         ("--trainer.router_replay trainer --trainer.epochs 2 --trainer.loss clip", "", ""),
     ],
 )
-def test_settings_without_effect_are_warned_about(flags, key, text):
-    effects = dict(unused(build(parse_args([*ENV, *flags.split()]))))
+def test_settings_without_effect_are_warned_about(line, key, text):
+    effects = dict(unused(config(*line.split())))
     assert list(effects) == [key] * bool(key) and text in "".join(effects.values())
 
 
@@ -97,7 +102,7 @@ def test_a_new_clipped_loss_has_its_clip_checked():
 
 
 def test_a_missing_key_is_told_alone():
-    said = faults("--sft.epochs", "1", "--trainer.loss.type", "gspo")
+    said = faults("--sft.epochs 1 --trainer.loss.type gspo")
     assert said == "1 fault in the configuration\n  sft.dataset\n    is missing; set it"
 
 
@@ -118,7 +123,7 @@ def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
         "inference.startup_timeout_s",
     )
     for value in ("inf", "nan"):
-        said = faults(*ENV, *(word for key in keys for word in (f"--{key}", value)))
+        said = faults(*ENV, *(f"--{key} {value}" for key in keys))
         assert said.startswith(f"{len(keys)} faults") and said.count(
             "Input should be a finite number"
         ) == len(keys)
@@ -130,19 +135,9 @@ def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
         "orchestrator.worker_memory_gib",
         "orchestrator.environment.difficulty.easy_above",
     )
-    build(
-        parse_args(
-            [
-                *ENV,
-                *(word for key in bounds for word in (f"--{key}", "inf")),
-                "--trainer.loss.token_mask",
-                "0,inf",
-            ]
-        )
-    )
-    assert faults(*ENV, *(word for key in bounds for word in (f"--{key}", "nan"))).startswith(
-        f"{len(bounds)} faults"
-    )
+    config(*(f"--{key} inf" for key in bounds), "--trainer.loss.token_mask 0,inf")
+    said = faults(*ENV, *(f"--{key} nan" for key in bounds))
+    assert said.startswith(f"{len(bounds)} faults")
 
 
 @pytest.mark.parametrize(
@@ -159,24 +154,12 @@ def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
     ],
 )
 def test_stop_strings_are_written_as_a_text_or_as_a_list(text, stops):
-    config = build(
-        parse_args(
-            [
-                *ENV,
-                "--orchestrator.sampling.stop",
-                text,
-                "--orchestrator.environment.sampling.stop",
-                text,
-            ]
-        )
-    )
-    assert (
-        config.orchestrator.sampling.stop
-        == config.orchestrator.environment[0].sampling.stop
-        == stops
-    )
+    given = ("--orchestrator.sampling.stop", text)
+    built = config(*given, "--orchestrator.environment.sampling.stop", text)
+    assert built.orchestrator.sampling.stop == stops
+    assert built.orchestrator.environment[0].sampling.stop == stops
     # as its config.toml is read again
-    assert RLConfig.model_validate(config.model_dump()).orchestrator.sampling.stop == stops
+    assert RLConfig.model_validate(built.model_dump()).orchestrator.sampling.stop == stops
 
 
 @pytest.mark.parametrize("text", ["", ",", "a,,b", '["a", ""]'])
@@ -197,38 +180,19 @@ def test_lists_have_commas():
             ("isolation", "sandbox"),
         )
     }
-    config = build(
-        parse_args([*ENV, *(word for key, text in texts.items() for word in (f"--{key}", text))])
-    )
-    (env,) = config.orchestrator.environment
+    built = config(*(word for key, text in texts.items() for word in (f"--{key}", text)))
+    (env,) = built.orchestrator.environment
     assert (
-        config.wandb.tags == ["a", "b"]
+        built.wandb.tags == ["a", "b"]
         and env.requirements == ["sympy>=1.13,<2", "x[a,b]", "y"]
         and env.read == ["a.py", "b"]
     )
 
 
 def test_what_people_type_is_understood(tmp_path):
-    args = [
-        "--model",
-        "owner/m",
-        "--orchestrator.environment",
-        "reverse-text",
-        "--orchestrator.eval",
-        "e",
-        "--trainer.loss",
-        "gspo",
-        "--orchestrator.credit",
-        "rloo",
-        "--trainer.optim.betas",
-        "0.9,0.99",
-        "--orchestrator.sampling.stop",
-        ".",
-        "--orchestrator.inference_urls",
-        "http://a,http://b",
-        "--model.dtype",
-        "float32",
-    ]
+    args = flags(
+        "--model owner/m --orchestrator.environment reverse-text --orchestrator.eval e --trainer.loss gspo --orchestrator.credit rloo --trainer.optim.betas 0.9,0.99 --orchestrator.sampling.stop . --orchestrator.inference_urls http://a,http://b --model.dtype float32"
+    )
     config = build(parse_args(args))
     settings = config.orchestrator
     assert (config.model.name, config.model.dtype, config.trainer.optim.betas) == (
@@ -254,11 +218,11 @@ def test_what_people_type_is_understood(tmp_path):
         "m",
         ["a", "b"],
     )
-    assert "model.name = 'n'" in faults(*ENV, "--model", "m", "--model.name", "n")
+    assert "model.name = 'n'" in faults(*ENV, "--model m --model.name n")
 
 
 def test_a_file_of_rollouts_may_have_a_name_like_a_pattern(tmp_path):
     (tmp_path / "runs[1].jsonl").write_text("{}\n")
     for name, faults in (("runs[1].jsonl", 0), ("runs*", 0), ("runs[2].jsonl", 1)):
-        config = build(parse_args([*ENV, "--recorded.rollouts", str(tmp_path / name)]))
-        assert [fault[0] for fault in outside_faults(config)].count("recorded.rollouts") == faults
+        built = config(f"--recorded.rollouts {tmp_path / name}")
+        assert [fault[0] for fault in outside_faults(built)].count("recorded.rollouts") == faults

@@ -799,6 +799,16 @@ def test_damaged_files_and_quarantined_batches(run, gone):
     )
 
 
+def test_a_damaged_version_of_a_run_without_batches(run, gone):
+    """Regression: fine-tuning has none, and its versions were not looked at."""
+    run.rl(gone)
+    run.dir.weights(3).mkdir(parents=True)
+    (path := run.dir.weights(3) / "model.safetensors").write_bytes(b"\x05")
+    assert [p.text.partition(";")[0] for p in run.diagnosis().problems[1:]] == [
+        f"{path}: not a safetensors file (a header of 5 bytes in a file of 1)"
+    ]
+
+
 # The reward ---------------------------------------------------------------------------------------
 
 

@@ -17,22 +17,6 @@ def test_rows_are_what_the_script_writes():
     assert all(set(row) == {"prompt", "answer"} and row["answer"] in row["prompt"] for row in rows)
 
 
-def test_exact():
-    on_path("jsonl_example")
-    from rewards import exact
-
-    for reply, reward in [
-        ("63", 1.0),
-        (" 63.\n", 1.0),
-        ("64", 0.0),
-        ("It is 63", 0.0),
-        ("", 0.0),
-        (None, 0.0),
-    ]:
-        assert exact([{"role": "assistant", "content": reply}], "63", task={}) == reward
-    assert exact([], "63") == 0.0
-
-
 def documented() -> list[str]:
     """The environments of the documentation: one without and one with a tool."""
     return re.findall(

@@ -323,7 +323,7 @@ def test_a_seed_fits_into_the_array_in_which_vllm_keeps_it_on_gpus(seed, fits):
         if fits
         else pytest.raises(ValueError, match="does not fit into a signed 64-bit integer")
     ):
-        VersionedEngine.refuse_deadly(engine, request)
+        VersionedEngine.refuse_fatal(engine, request)
 
 
 def test_speculative_decoding_on_a_cpu_draws_without_the_seed_and_says_so_once(capsys):

@@ -28,27 +28,11 @@ NUMBERS = 30
 
 
 def config_of(root: Path, steps: int) -> RLConfig:
-    flags = [
-        "--name",
-        "long",
-        "--output_dir",
-        str(root),
-        "--max_steps",
-        str(steps + 1),
-        "--orchestrator.environment.id",
-        "e",
-    ]
-    return build(
-        parse_args(
-            [
-                *flags,
-                "--orchestrator.eval.interval",
-                str(EVAL_EVERY),
-                "--orchestrator.show_rollout_every",
-                "0",
-            ]
-        )
+    flags = (
+        f"--name long --output_dir {root} --max_steps {steps + 1} --orchestrator.environment.id e "
+        f"--orchestrator.eval.interval {EVAL_EVERY} --orchestrator.show_rollout_every 0"
     )
+    return build(parse_args(flags.split()))
 
 
 def link_all(paths: Iterator[Path], data: bytes) -> None:
@@ -101,27 +85,26 @@ def make_run(root: Path, steps: int) -> RLConfig:
     run_dir.batch(steps).unlink()
     run_dir.batch(steps).write_bytes(encode_batch(TrainBatch(step=steps, samples=[]), state))
     make_checkpoint(run_dir, steps)
+    make_version(run_dir, steps)
     write_metrics(run_dir, steps)
     return config
 
 
+def make_version(run_dir: RunDir, number: int) -> None:
+    folder, data = run_dir.weights(number), bytes([number % 256] * 8)
+    folder.mkdir(parents=True, exist_ok=True)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    (folder / "digests.json").write_text(json.dumps({"hash": HASH, "tensors": {"w": digest(data)}}))
+
+
 def make_checkpoint(run_dir: RunDir, step: int) -> None:
-    folder, header = (
-        run_dir.checkpoint(step),
-        json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode(),
-    )
+    folder = run_dir.checkpoint(step)
     folder.mkdir(parents=True)
-    (folder / "__0_0.distcp").write_bytes(bytes(100))
+    (folder / "__0_0.distcp").write_bytes(bytes([step % 256]) * 100)
     files = {"__0_0.distcp": checksum(folder / "__0_0.distcp")}
     (folder / "manifest.json").write_text(
         json.dumps({"step": step, "world_size": 1, "model": "m", "files": files})
-    )
-    run_dir.weights(step).mkdir(parents=True)
-    (run_dir.weights(step) / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header + bytes(8)
-    )
-    (run_dir.weights(step) / "digests.json").write_text(
-        json.dumps({"hash": HASH, "tensors": {"w": digest(bytes(8))}})
     )
 
 

@@ -15,6 +15,7 @@ from rl.launch.console import COLUMNS, Console, alike, cell, phase_text
 from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
+from tests.flags import flags
 
 TRAINER = {
     "loss/mean": -0.01234,
@@ -29,25 +30,17 @@ TRAINER = {
 }
 
 
-EVAL = ("--orchestrator.eval.interval", "2")
-"""Flags of an evaluation named `e`."""
+EVAL = "--orchestrator.eval.interval 2"
+"""An evaluation named `e`."""
+QUIET = "--orchestrator.show_rollout_every 0"
 
 
 class Screen:
     """A console on a run directory that the test writes in place of the processes."""
 
     def __init__(self, tmp_path, *args: str, out=None):
-        base = [
-            "--orchestrator.environment.id",
-            "e",
-            "--name",
-            "r",
-            "--output_dir",
-            str(tmp_path),
-            "--max_steps",
-            "9",
-        ]
-        self.config = build(parse_args([*base, *args]))
+        base = f"--orchestrator.environment.id e --name r --output_dir {tmp_path} --max_steps 9"
+        self.config = build(parse_args(flags(base, *args)))
         self.run_dir = self.config.run_dir
         self.out = out or io.StringIO()
         self.reader = MetricsReader(self.run_dir.metrics)
@@ -76,7 +69,7 @@ class Screen:
 
 
 def test_a_step_appears_when_both_sides_have_reported(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", *EVAL)
+    screen = Screen(tmp_path, QUIET, EVAL)
     screen.write(1, "orchestrator", {"reward/mean": 0.21875, "lag/mean": 0.5})
     assert screen.look() == ""
     screen.write(1, "trainer", TRAINER)
@@ -97,7 +90,7 @@ def test_a_step_appears_when_both_sides_have_reported(tmp_path):
 
 
 def test_repeated_lines_are_not_printed_again_nor_steps_from_before_a_resume(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
+    screen = Screen(tmp_path, QUIET)
     for step in (1, 1, 2):
         screen.step(step)
     assert screen.look().count("\n") == 3
@@ -115,9 +108,7 @@ def test_repeated_lines_are_not_printed_again_nor_steps_from_before_a_resume(tmp
 
 
 def test_a_long_run_is_not_kept_in_memory(tmp_path, monkeypatch):
-    screen = Screen(
-        tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000", *EVAL
-    )
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every 0 --max_steps 1000", EVAL)
     screen.write(90, "eval", {"eval/e/reward_mean": 0.25})
     screen.write(100, "eval", {"eval/e/reward_mean": 0.75})
     for step in range(1, 301):
@@ -166,7 +157,7 @@ def test_evals_are_printed_as_they_come(tmp_path):
 
 def test_the_time_left_ends_with_the_recorded_rollouts(tmp_path):
     """Regression: `left 16 min` of a file with two batches."""
-    screen = Screen(tmp_path, "--max_steps", "100")
+    screen = Screen(tmp_path, "--max_steps 100")
     write_status(screen.run_dir.status("trainer"), RoleStatus(phase=Phase.TRAINING, max_steps=100))
     write_status(
         screen.run_dir.status("orchestrator"), RoleStatus(phase=Phase.FILLING_BATCH, max_steps=3)
@@ -185,7 +176,7 @@ def test_the_column_of_evaluations_is_one_of_them(tmp_path):
         '[[orchestrator.eval]]\nname = "hard"\ninterval = 3\n[[orchestrator.eval]]\nname = '
         '"easy"\ninterval = 2\n'
     )
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "@", str(evals))
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every 0 @", str(evals))
     screen.write(0, "eval", {"eval/hard/reward_mean": 0.125, "eval/easy/reward_mean": 0.5})
     shown = []
     for step in range(1, 5):
@@ -210,7 +201,7 @@ def test_the_column_of_evaluations_is_one_of_them(tmp_path):
 
 
 def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
+    screen = Screen(tmp_path, QUIET)
 
     def enter(name: str, phase: Phase, step: int | None = None, detail: str = "") -> None:
         write_status(
@@ -237,7 +228,7 @@ def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
 
 
 def test_a_rollout_is_shown_in_full(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "2")
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every 2")
     skipped = {
         "env": "e",
         "group_id": 7,
@@ -329,7 +320,7 @@ def test_of_a_long_prompt_the_question_is_shown_and_what_followed():
 
 
 def test_failed_rollouts_are_said_on_the_line_of_their_step(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0")
+    screen = Screen(tmp_path, QUIET)
     one = {
         "reward/mean": 0.5,
         "reward/e/mean": 0.5,
@@ -361,10 +352,7 @@ def test_short_batches_and_lengths_that_end_many_rollouts_are_said_on_the_line_a
 ):
     screen = Screen(
         tmp_path,
-        "--orchestrator.show_rollout_every",
-        "0",
-        "--orchestrator.sampling.max_tokens",
-        "4",
+        "--orchestrator.show_rollout_every 0 --orchestrator.sampling.max_tokens 4",
     )
     for step, missing, cut, long in ((1, 0, 0.2, 0.0), (2, 48, 1.0, 0.0), (3, 8, 0.5, 0.25)):
         more = {
@@ -409,7 +397,7 @@ def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
         f"r: {model} on e",
         "  9 steps of 64 rollouts (8 groups of 8), max_lag 1, in r",
     ]
-    assert said("--orchestrator.batch_size", "60")[1] == (
+    assert said("--orchestrator.batch_size 60")[1] == (
         "  9 steps of 64 rollouts (8 groups of 8; batch_size = 60 is rounded up to whole "
         "groups), max_lag 1, in r"
     )
@@ -420,7 +408,7 @@ def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
         "  9 steps of 64 rollouts or a few more (groups of 4, 8; batch_size = 64 is rounded "
         "up to whole groups), max_lag 1, in " + str(tmp_path / "r").removeprefix("/"),
     ]
-    assert said("--sft.dataset", "x.jsonl", "--sft.epochs", "2")[1].startswith(
+    assert said("--sft.dataset x.jsonl --sft.epochs 2")[1].startswith(
         "  2 epochs of 64 examples a step, in "
     )
 
@@ -436,7 +424,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def terminal(tmp_path, monkeypatch, width: int, height: int = 24, *args: str) -> Screen:
     monkeypatch.setitem(os.environ, "COLUMNS", str(width))
     monkeypatch.setitem(os.environ, "LINES", str(height))
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", *args, out=Terminal())
+    screen = Screen(tmp_path, QUIET, *args, out=Terminal())
     since = time.time() - 90
     statuses = {
         "inference": RoleStatus(phase=Phase.SERVING, since=since),
@@ -454,7 +442,7 @@ def terminal(tmp_path, monkeypatch, width: int, height: int = 24, *args: str) ->
 
 @pytest.mark.parametrize("width", [60, *range(74, 201, 21)])
 def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
-    screen = terminal(tmp_path, monkeypatch, width, 24, "--max_steps", "40")
+    screen = terminal(tmp_path, monkeypatch, width, 24, "--max_steps 40")
     screen.console.introduce()
     for step in (11, 12):
         rewards = {f"reward/environment-{name}/mean": 0.25 for name in "abc"}
@@ -494,7 +482,7 @@ def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
 
 
 def test_the_heading_comes_again_with_every_screen_and_with_another_width(tmp_path, monkeypatch):
-    screen = terminal(tmp_path, monkeypatch, 120, 13, "--max_steps", "99")
+    screen = terminal(tmp_path, monkeypatch, 120, 13, "--max_steps 99")
     for step in range(1, 26):
         screen.step(step)
     lines = [
@@ -509,7 +497,7 @@ def test_the_heading_comes_again_with_every_screen_and_with_another_width(tmp_pa
 
 
 def test_the_time_that_is_left_is_by_the_pace_without_the_first_step(tmp_path):
-    screen = Screen(tmp_path, "--orchestrator.show_rollout_every", "0", "--max_steps", "1000")
+    screen = Screen(tmp_path, "--orchestrator.show_rollout_every 0 --max_steps 1000")
     for step, seconds in enumerate([300.0, 10.0, 10.0, 40.0], start=1):
         screen.write(step, "orchestrator", {"reward/mean": 0.5})
         screen.write(step, "trainer", {"time/step": seconds})
@@ -532,7 +520,7 @@ def test_a_tiny_terminal_does_not_end_the_run(tmp_path, monkeypatch, width):
 
 
 def test_costly_checkpoints_are_warned_of_once_where_their_interval_is_the_users(tmp_path):
-    screen = Screen(tmp_path, "--trainer.checkpoint.interval", "10")
+    screen = Screen(tmp_path, "--trainer.checkpoint.interval 10")
     screen.write(
         1, "trainer", TRAINER | {"time/checkpoint_cost": 30.5, "time/checkpoint_fraction": 0.05}
     )
@@ -578,7 +566,7 @@ def test_a_full_disk_behind_the_output_costs_lines_and_not_the_run(tmp_path):
 
 
 def test_each_server_of_a_cluster_and_the_machines_that_a_trainer_waits_for_are_shown(tmp_path):
-    screen = Screen(tmp_path, "--cluster.nodes", "4", "--cluster.trainer_nodes", "1")
+    screen = Screen(tmp_path, "--cluster.nodes 4 --cluster.trainer_nodes 1")
     now = time.time()
     phases = {1: Phase.SERVING, 2: Phase.LOADING_MODEL, 3: Phase.SERVING}
     statuses = {

@@ -6,10 +6,11 @@ from rl.config.command_line import build, parse_args
 from rl.launch.devices import Split, check_build, split, write_into
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
+from tests.flags import flags
 
 
 def config(*args: str):
-    return build(parse_args(["--orchestrator.environment.id", "e", *args]))
+    return build(parse_args(flags("--orchestrator.environment.id e", *args)))
 
 
 def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:
@@ -153,15 +154,15 @@ def test_cpu_only_shares_all_cores_and_keeps_freed_memory():
         "MALLOC_TOP_PAD_" not in on_gpus.trainer.env
         and "OMP_NUM_THREADS" not in on_gpus.inference.env
     )
-    assert divide(0, "--trainer.ranks", "2", cores=4).trainer.env["OMP_NUM_THREADS"] == "2"
-    assert divide(0, "--trainer.ranks", "8", cores=4).trainer.env["OMP_NUM_THREADS"] == "1"
+    assert divide(0, "--trainer.ranks 2", cores=4).trainer.env["OMP_NUM_THREADS"] == "2"
+    assert divide(0, "--trainer.ranks 8", cores=4).trainer.env["OMP_NUM_THREADS"] == "1"
 
 
 def test_cores_are_split_from_both_ends():
-    division = divide(0, "--trainer-cpus", "1", "--inference-cpus", "3", cores=4)
+    division = divide(0, "--trainer-cpus 1 --inference-cpus 3", cores=4)
     assert (division.trainer.cores, division.inference.cores) == ([0], [1, 2, 3])
     assert division.inference.env["OMP_NUM_THREADS"] == "3"
-    assert divide(0, "--trainer-cpus", "1,2").trainer.cores == [1, 2]
+    assert divide(0, "--trainer-cpus 1,2").trainer.cores == [1, 2]
 
 
 def test_a_containers_quota_bounds_threads():
@@ -189,11 +190,11 @@ def test_the_cpu_build_of_vllm_beside_gpus_is_told(args, told):
         match=r"inference.gpus = 1\n.* the installed vLLM is the one for CPUs: `uv sync --no-group "
         r"cpu",
     ):
-        check_build(config("--inference-gpus", "1"), Machine(["0"], [0], gpu_inference=False))
+        check_build(config("--inference-gpus 1"), Machine(["0"], [0], gpu_inference=False))
 
 
 def test_ids_count_among_the_visible_ones():
-    division = split(config("--trainer-gpus", "[1]"), Machine(["4", "GPU-ab"], [0]))
+    division = split(config("--trainer-gpus [1]"), Machine(["4", "GPU-ab"], [0]))
     assert (
         division.trainer.env["CUDA_VISIBLE_DEVICES"] == "GPU-ab"
         and division.inference.env["CUDA_VISIBLE_DEVICES"] == "4"
@@ -203,7 +204,7 @@ def test_ids_count_among_the_visible_ones():
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 8])
 def test_the_written_division_divides_the_same_again(num_gpus):
     box = Machine([str(i) for i in range(num_gpus)], [0, 1])
-    given = config("--trainer-cpus", "1")
+    given = config("--trainer-cpus 1")
     division = split(given, box)
     written = write_into(given, division)
     assert (

@@ -25,6 +25,7 @@ from rl.run_dir.status import RunEnd, Staleness
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from tests.flags import flags
 from tests.launch.long_run import make_run, restored
 
 
@@ -37,15 +38,8 @@ class Place:
         self.root = self.run_dir.root
 
     def config(self, *args: str, **variables: str) -> RLConfig:
-        base = [
-            "--orchestrator.environment.id",
-            "e",
-            "--name",
-            "r",
-            "--output_dir",
-            str(self.tmp / "outputs"),
-        ]
-        return build(parse_args([*base, *args], variables)).with_absolute_paths()
+        base = f"--orchestrator.environment.id e --name r --output_dir {self.tmp}/outputs"
+        return build(parse_args(flags(base, *args), variables)).with_absolute_paths()
 
     def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
         prepared = prepare(self.config(*args), resume=resume, clean=clean)
@@ -110,23 +104,16 @@ def test_resume_of_a_run_that_is_not_there_says_which_there_are(place):
         f"--resume: there is no run in {place.root}. Leave it out to start one"
     )
     assert not place.root.exists()
-    place("--name", "r2")
+    place("--name r2")
     assert (
         f"there is no run in {place.root}; in {place.tmp}/outputs there are r2. Leave"
         in place.fails(resume=-1)
     )
-    place.root.mkdir()
-    (place.root / "config.toml").write_text("max_steps = 3\n")  # the user's own
-    for how in ({"resume": -1}, {}, {}, {"clean": True}):
-        assert "is not a run directory, and has config.toml; choose another --name" in place.fails(
-            **how
-        )
-        assert (place.root / "config.toml").read_text() == "max_steps = 3\n"
 
 
 def test_a_directory_in_which_nothing_was_made_is_used_again(place):
     """As after a misspelt model or an environment that does not load: the settings may change."""
-    place("--model.name", "misspelt")
+    place("--model.name misspelt")
     place.run_dir.pending.parent.mkdir()
     place.run_dir.pending.touch()
     MetricsLog(place.run_dir.metrics, "eval").write(0, {"eval/e/reward_mean": 1.0})
@@ -146,11 +133,11 @@ def test_a_directory_in_which_nothing_was_made_is_used_again(place):
         and place.run_dir.evals.exists()
     )
     assert (
-        place("--max_lag", "0").notes
+        place("--max_lag 0").notes
         and from_toml(place.run_dir.config).max_lag == 0
         and not place.run_dir.evals.exists()
     )
-    assert "--resume 3: needs batches 1 to 3" in place.fails("--max_lag", "0", resume=3)
+    assert "--resume 3: needs batches 1 to 3" in place.fails("--max_lag 0", resume=3)
     for made in (
         place.run_dir.batch(1),
         place.run_dir.pending,
@@ -205,7 +192,7 @@ def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one
     place.root.rename(renamed)
     # the run was not resumed yet
     assert run_dir_of(renamed, stored_config(renamed)).weights_dir == place.tmp / "memory" / "r"
-    place(*args, "--name", "s", resume=-1)
+    place(*args, "--name s", resume=-1)
     assert [path.name for path in (place.tmp / "memory").iterdir()] == ["s"]
     assert run_dir_of(renamed, stored_config(renamed)).weights(1).is_dir()
     copy = place.tmp / "backup" / "s"
@@ -219,8 +206,7 @@ def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one
         ):
             prepare(same, **how)
     place(
-        "--name",
-        "t",
+        "--name t",
         *args,
         "--output_dir",
         str(copy.rename(copy.with_name("t")).parent),
@@ -235,11 +221,11 @@ def test_a_copy_of_a_run_has_a_wandb_run_of_its_own(place):
     place.fill(1, (1,))
     place.run_dir.wandb.write_text('{"id": "x", "sent": {"trainer": 1}}')
     moved = place.root.rename(place.root.with_name("moved"))
-    place("--name", "moved", resume=-1)
+    place("--name moved", resume=-1)
     copy = shutil.copytree(moved, moved.with_name("copy"))
-    place("--name", "moved", resume=-1)
+    place("--name moved", resume=-1)
     assert (moved / "wandb.json").exists()
-    place("--name", "copy", resume=-1)
+    place("--name copy", resume=-1)
     assert not (copy / "wandb.json").exists() and (moved / "wandb.json").exists()
 
 
@@ -267,12 +253,16 @@ def test_a_start_that_was_interrupted_before_config_toml_can_be_repeated(place):
     assert place().notes == []
 
 
-@pytest.mark.parametrize("how", [{}, {"clean": True}, {"resume": -1}])
-def test_only_run_directories_are_touched(place, how):
+@pytest.mark.parametrize("name", ["thesis.tex", "config.toml"])
+def test_only_run_directories_are_touched(place, name):
+    """A configuration may be the user's own."""
     place.root.mkdir(parents=True)
-    (place.root / "thesis.tex").touch()
-    assert "is not a run directory, and has thesis.tex; choose another" in place.fails(**how)
-    assert [path.name for path in place.root.iterdir()] == ["thesis.tex"]
+    (place.root / name).write_text("max_steps = 3\n")
+    for how in ({"resume": -1}, {}, {}, {"clean": True}):
+        assert f"is not a run directory, and has {name}; choose another --name" in place.fails(
+            **how
+        )
+        assert [path.read_text() for path in place.root.iterdir()] == ["max_steps = 3\n"]
 
 
 def test_a_path_that_no_directory_can_have_names_the_remedy(place):
@@ -302,7 +292,7 @@ def test_clean_starts_over(place):
         "as soon as this one has finished a group or a step; until then it is in "
         f"{place.run_dir.cleaned}"
     )
-    assert place("--max_lag", "0", clean=True).notes == [f"deletes the run in {place.root} {until}"]
+    assert place("--max_lag 0", clean=True).notes == [f"deletes the run in {place.root} {until}"]
     assert sorted(path.name for path in place.root.iterdir()) == [
         ".cleaned",
         "config.toml",
@@ -346,14 +336,7 @@ def test_another_configuration_is_refused_with_every_difference(place):
     place.fill(1)
     before = place.run_dir.config.read_bytes()
     said = place.fails(
-        "--seed",
-        "1",
-        "--max_lag",
-        "0",
-        "--orchestrator.environment.args.n",
-        "5",
-        "--max_steps",
-        "9",
+        "--seed 1 --max_lag 0 --orchestrator.environment.args.n 5 --max_steps 9",
         resume=-1,
     )
     assert said.splitlines()[:4] == [
@@ -405,29 +388,27 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
 
 def test_a_learning_rate_that_another_max_steps_changes_is_said_and_must_be_confirmed(place):
     """Regression: it jumped from 2.5e-4 to 9e-4 in silence."""
-    linear = ("--trainer.optim.schedule", "linear", "--learning_rate", "1e-3")
-    place(*linear, "--max_steps", "4")
+    linear = flags("--trainer.optim.schedule linear --learning_rate 1e-3")
+    place(*linear, "--max_steps 4")
     place.fill(4, (2, 4))
     rates = (
         "learning rate of step 4: 0.00025 before, 0.000925 with these settings, which go on from "
         "there"
     )
     refused = f"max_steps: 4 -> 40: {rates}. To accept that, name the step: --resume 4"
-    assert place.fails(*linear, "--max_steps", "40", resume=-1) == refused
+    assert place.fails(*linear, "--max_steps 40", resume=-1) == refused
     assert from_toml(place.run_dir.config).max_steps == 4 and place.run_dir.newest_batch() == 4
-    assert place(*linear, "--max_steps", "40", resume=4).notes[1:] == [
+    assert place(*linear, "--max_steps 40", resume=4).notes[1:] == [
         rates,
         "changed: max_steps: 4 -> 40",
     ]
     # it is the run's own from then on
-    assert len(place(*linear, "--max_steps", "40", resume=-1).notes) == 1
+    assert len(place(*linear, "--max_steps 40", resume=-1).notes) == 1
     linear += ("--trainer.optim.warmup_steps", "9")
-    place(*linear, "--max_steps", "40", clean=True)
+    place(*linear, "--max_steps 40", clean=True)
     place.fill(4, (4,))
     # a warm-up goes on as before
-    assert place(*linear, "--max_steps", "20", resume=-1).notes[1:] == [
-        "changed: max_steps: 40 -> 20"
-    ]
+    assert place(*linear, "--max_steps 20", resume=-1).notes[1:] == ["changed: max_steps: 40 -> 20"]
 
 
 @pytest.mark.parametrize(
@@ -524,35 +505,32 @@ def test_fewer_steps_than_there_are_is_refused(place):
     place()
     place.fill(3, (2,))
     said = f"max_steps = 2: {place.root} already has 3 steps; give at least that"
-    assert place.fails("--max_steps", "2", resume=-1) == f"{said}, or go back with --resume 2"
-    assert place.fails("--max_steps", "2", resume=3) == said
+    assert place.fails("--max_steps 2", resume=-1) == f"{said}, or go back with --resume 2"
+    assert place.fails("--max_steps 2", resume=3) == said
     assert place.run_dir.newest_batch() == 3 and from_toml(place.run_dir.config).max_steps == 100
-    place("--max_steps", "2", resume=2)
+    place("--max_steps 2", resume=2)
     assert place.run_dir.newest_batch() == 2
 
 
 def test_a_run_with_all_its_steps_is_done(place):
-    place("--max_steps", "3")
+    place("--max_steps 3")
     place.fill(3, (3,))
     # it did not report its end: the last evaluation may be missing
-    assert not place("--max_steps", "3", resume=-1).is_done
+    assert not place("--max_steps 3", resume=-1).is_done
     place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("3 steps done", 1.0)))
-    assert place("--max_steps", "3", resume=-1).is_done
+    assert place("--max_steps 3", resume=-1).is_done
     assert (
-        not place("--max_steps", "4", resume=-1).is_done
-        and not place("--max_steps", "4", resume=2).is_done
+        not place("--max_steps 4", resume=-1).is_done
+        and not place("--max_steps 4", resume=2).is_done
     )
 
 
 def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting_as_nan(place):
-    own = ("--trainer.loss.function", "math:fsum", "--trainer.loss.args.fill", "nan")
-    place("--orchestrator.eval.interval", "5", *own)
+    own = flags("--trainer.loss.function math:fsum --trainer.loss.args.fill nan")
+    place("--orchestrator.eval.interval 5", *own)
     place.fill(1)
     place(
-        "--orchestrator.eval.interval",
-        "2",
-        "--orchestrator.environment.workers",
-        "3",
+        "--orchestrator.eval.interval 2 --orchestrator.environment.workers 3",
         *own,
         resume=-1,
     )
@@ -664,13 +642,13 @@ def test_a_changed_variable_is_a_changed_setting_of_a_resume(place):
     ):
         prepare(place.config(RL__SEED="1"), resume=-1, clean=False)
     prepared = prepare(
-        place.config("--max_steps", "7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"),
+        place.config("--max_steps 7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"),
         resume=-1,
         clean=False,
     )
     prepared.lease.close()
     assert from_toml(place.run_dir.config) == place.config(
-        "--max_steps", "7", "--supervisor.max_restarts", "1"
+        "--max_steps 7 --supervisor.max_restarts 1"
     )
 
 
@@ -735,16 +713,9 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
 def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    args = [
-        "--orchestrator.environment.id",
-        "e",
-        "--model.name",
-        "model",
-        "--trainer.weights.dir",
-        "w",
-        "--model.chat_template",
-        "t.jinja",
-    ]
+    args = flags(
+        "--orchestrator.environment.id e --model.name model --trainer.weights.dir w --model.chat_template t.jinja"
+    )
     config = build(parse_args(args)).with_absolute_paths()
     assert config.model.name == str(tmp_path / "model") and config.model.chat_template == str(
         tmp_path / "t.jinja"

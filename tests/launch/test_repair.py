@@ -11,7 +11,6 @@ from rl.commands.doctor.files import damaged_files
 from rl.launch.repair import repair
 from rl.orchestrator.groups.pending import PendingLog
 from rl.run_dir.checksums import checksum
-from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir, numbered
@@ -19,24 +18,7 @@ from rl.system.errors import RunError
 from rl.wire.batch_file import TrainBatch, write_batch, write_rollouts
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn
-
-
-def version(run_dir: RunDir, number: int) -> None:
-    folder, data = run_dir.weights(number), bytes([number] * 8)
-    folder.mkdir(parents=True, exist_ok=True)
-    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
-    (folder / "digests.json").write_text(json.dumps({"hash": HASH, "tensors": {"w": digest(data)}}))
-
-
-def checkpoint(run_dir: RunDir, step: int) -> None:
-    folder = run_dir.checkpoint(step)
-    folder.mkdir(parents=True)
-    (folder / "__0_0.distcp").write_bytes(bytes([step]) * 100)
-    files = {"__0_0.distcp": checksum(folder / "__0_0.distcp")}
-    (folder / "manifest.json").write_text(
-        json.dumps({"step": step, "world_size": 1, "model": "m", "files": files})
-    )
+from tests.launch.long_run import make_checkpoint, make_version
 
 
 def finished(group_id: int, sampled_by: int) -> Group:
@@ -59,9 +41,9 @@ def run_dir(tmp_path):
         )
         MetricsLog(run_dir.metrics, "trainer").write(step, {"loss/mean": 1.0})
         if step > 3:
-            version(run_dir, step)
+            make_version(run_dir, step)
     for step in (2, 4):
-        checkpoint(run_dir, step)
+        make_checkpoint(run_dir, step)
     PendingLog(run_dir.pending).append([finished(14, 4), finished(15, 5)])
     return run_dir
 

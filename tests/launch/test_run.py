@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,6 +42,7 @@ from rl.system.linux import bind
 from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from tests.flags import flags
 from tests.view.serving import enter
 from tests.waiting import alive, until
 
@@ -97,6 +97,7 @@ for step in range(1, config.max_steps + 1):
 """,
 }
 FOREVER = "time.sleep(60)\n"
+ELSEWHERE = "--orchestrator.inference_urls http://127.0.0.1:1"
 STARTED_TWICE = [("start", 1), ("death", 1), ("restart", 2)]
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
@@ -112,14 +113,9 @@ class Run:
 
     def start(self, *args: str, **scripts: str) -> subprocess.Popen:
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
-        environment = [
-            "--orchestrator.environment.id",
-            "say-digit",
-            "--orchestrator.environment.name",
-            "e",
-        ]
-        base = ["--name", "r", "--max_steps", "3", "--output_dir", str(self.tmp / "outputs")]
-        command_line = [sys.executable, "-c", code, *environment, *base, *args]
+        environment = "--orchestrator.environment.id say-digit --orchestrator.environment.name e"
+        base = f"--name r --max_steps 3 --output_dir {self.tmp}/outputs"
+        command_line = [sys.executable, "-c", code, *flags(environment, base, *args)]
         env = os.environ | {"PYTHONPATH": str(ENVIRONMENTS)}
         process = subprocess.Popen(
             command_line,
@@ -141,6 +137,11 @@ class Run:
         path = self.root / "pids"
         until(lambda: path.exists() and len(path.read_text().split()) >= count, 120)
         return [int(word) for word in path.read_text().split()]
+
+    def lose(self) -> None:
+        """Another `rl`, on another host, takes the run over."""
+        owner = LockOwner(1, "far", "elsewhere")
+        lease_path(self.run_dir.lock("rl"), 2).write_bytes(msgspec.json.encode(owner))
 
     def nobody_left(self) -> bool:
         """Returns whether none of its processes runs; ended ones may be zombies until init has
@@ -164,7 +165,7 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
         f"msgspec.json.encode(RunEnd('solved', 1.0, {kind!r}))\n"
     )
     writes_it = f"{end}time.sleep(0.5)\n(root / 'status/orchestrator.end').write_bytes(end)\n"
-    code, out, err = rl("--max_steps", "5", orchestrator=writes_it, trainer="")
+    code, out, err = rl("--max_steps 5", orchestrator=writes_it, trainer="")
     said = f"{head}the run ended at step 0 of 5: solved"
     assert (code, err) == (0, "") and sum(line.startswith(said) for line in out.splitlines()) == 1
     (event,) = (event for event in read_events(rl.run_dir.events) if event.event == "end")
@@ -173,12 +174,9 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
 
 def test_who_has_lost_the_run_to_another_rl_leaves_it_alone(rl):
     """Its host slept: the other one holds the next lease."""
-    process = rl.start(
-        "--orchestrator.inference_urls", "http://127.0.0.1:1", orchestrator=FOREVER, trainer=FOREVER
-    )
+    process = rl.start(ELSEWHERE, orchestrator=FOREVER, trainer=FOREVER)
     rl.pids(3)
-    owner = LockOwner(1, "far", "elsewhere")
-    lease_path(rl.run_dir.lock("rl"), 2).write_bytes(msgspec.json.encode(owner))
+    rl.lose()
     write = "from rl.run_dir.metrics import MetricsLog; import sys; from pathlib import Path\n"
     write += "MetricsLog(Path(sys.argv[1]), 'trainer').write(1, {'loss/mean': 1.0})"
     subprocess.run([sys.executable, "-c", write, str(rl.run_dir.metrics)], check=True)
@@ -201,9 +199,7 @@ def test_who_has_lost_the_run_judges_no_death(rl, code):
         "while not (root / 'status/rl.000002.lease').exists():\n    "
         f"time.sleep(0.05)\nsys.exit({code})"
     )
-    process = rl.start(
-        "--orchestrator.inference_urls", "http://127.0.0.1:1", orchestrator=FOREVER, trainer=dies
-    )
+    process = rl.start(ELSEWHERE, orchestrator=FOREVER, trainer=dies)
     until(
         lambda: [
             event
@@ -212,9 +208,7 @@ def test_who_has_lost_the_run_judges_no_death(rl, code):
         ],
         60,
     )
-    lease_path(rl.run_dir.lock("rl"), 2).write_bytes(
-        msgspec.json.encode(LockOwner(1, "far", "elsewhere"))
-    )
+    rl.lose()
     _, err = process.communicate(timeout=120)
     assert process.returncode == 3 and "has taken over as rl of this run" in err
     assert not {event.event for event in read_events(rl.run_dir.events)} & {
@@ -285,10 +279,7 @@ def test_with_no_restarts_a_child_that_fails_ends_the_run(rl):
         "for i in range(30): print('line', i)\nprint('out of luck', "
         "file=sys.stderr)\ntime.sleep(0.5)\nsys.exit(7)\n"
     )
-    elsewhere = ("--orchestrator.inference_urls", '["http://127.0.0.1:1"]')
-    code, _, err = rl(
-        "--supervisor.max_restarts", "0", *elsewhere, orchestrator=FOREVER, trainer=dying
-    )
+    code, _, err = rl("--supervisor.max_restarts 0", ELSEWHERE, orchestrator=FOREVER, trainer=dying)
     assert code == 1 and not list(rl.run_dir.logs.glob("inference*"))
     assert (
         "rl: trainer ended with exit code 7, saying: out of luck. The end of its log:\n  | "
@@ -311,8 +302,7 @@ def test_a_run_whose_processes_are_killed_ends_well(rl):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     code, out, err = rl(
-        "--supervisor.backoff_s",
-        "0.1",
+        "--supervisor.backoff_s 0.1",
         **{name: crash + script for name, script in SCRIPTS.items()},
     )
     assert (code, err) == (0, "")
@@ -325,37 +315,6 @@ def test_a_run_whose_processes_are_killed_ends_well(rl):
             "`dmesg`), before its first status; it" in out
         )
     assert "3 steps in 6 s" in out and rl.nobody_left()
-
-
-def test_a_server_that_does_not_come_up_in_time(rl):
-    """The deadline is a multiple of a bare start's time on this machine: the server reports its
-    phase well before it."""
-    before = time.monotonic()
-    subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import rl.config.command_line, rl.run_dir.metrics, rl.run_dir.status",
-        ],
-        check=True,
-    )
-    deadline_s = 2 + 5 * math.ceil(time.monotonic() - before)
-    slow = (
-        "status = Status(root / 'status/inference.json', "
-        "name)\nstatus.enter(Phase.LOADING_MODEL)\ntime.sleep(60)\n"
-    )
-    code, _, err = rl(
-        "--inference.startup_timeout_s",
-        str(deadline_s),
-        inference=slow,
-        orchestrator=FOREVER,
-        trainer=FOREVER,
-    )
-    assert code == 1
-    assert (
-        f"inference is not ready after inference.startup_timeout_s = {deadline_s} s; it was "
-        "doing: loading the model" in err
-    )
 
 
 def test_a_trial_ends_with_a_verdict(rl):
@@ -507,7 +466,7 @@ def test_resume_continues_without_printing_old_steps(rl):
         "log = MetricsLog(root / 'metrics.jsonl', name)\nfor step in (3, 4): log.write(step, "
         "{'loss/mean': 5.0, 'reward/mean': 0.5})\n"
     )
-    code, out, err = rl("--max_steps", "4", "--resume", orchestrator=last, trainer=last)
+    code, out, err = rl("--max_steps 4 --resume", orchestrator=last, trainer=last)
     assert (code, err) == (0, "")
     assert (
         f"resuming {rl.root}: checkpoint none, newest batch 3\nchanged: max_steps: 3 -> 4\n" in out
@@ -516,14 +475,7 @@ def test_resume_continues_without_printing_old_steps(rl):
     assert (rl.run_dir.logs / "trainer-2.log").exists()
 
 
-def test_a_disk_that_cannot_be_written_has_a_remedy(rl):
-    (rl.tmp / "outputs").touch()
-    code, _, err = rl()
-    assert (
-        code == 1
-        and f"rl: {rl.tmp}/outputs/r cannot be made, " in err
-        and "Not a directory; choose another output_dir or --name\n" in err
-    )
+def test_a_disk_that_cannot_be_written_has_a_remedy():
     full, gone = (
         OSError(number, os.strerror(number), "/disk/file")
         for number in (errno.ENOSPC, errno.ENOENT)
@@ -531,7 +483,7 @@ def test_a_disk_that_cannot_be_written_has_a_remedy(rl):
     assert (
         system_error(full)
         == "/disk/file: No space left on device; free space or make it writable, or use another "
-        "directory " + ("(for a run: output_dir)")
+        "directory (for a run: output_dir)"
     )
     assert system_error(gone) == "/disk/file: No such file or directory"
     assert system_error(OSError("strange")) == "the run directory: strange"
@@ -702,10 +654,8 @@ def test_a_reader_that_has_gone_stops_the_run(rl):
     )
 
 
-def test_configuration_errors_exit_with_2(rl):
-    code, _, err = rl("--bogus", "1")
-    assert code == 2 and "unknown key" in err
-    code, _, err = rl("--trainer-gpus", "64")
+def test_a_machine_that_lacks_gpus_ends_it_with_2(rl):
+    code, _, err = rl("--trainer-gpus 64")
     assert code == 2 and err.startswith("rl: trainer.gpus = 64\n    there are ")
     assert not rl.root.exists()
 
@@ -753,14 +703,14 @@ def test_wandb_offline_gets_every_step_once(rl, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("JUDGE_API_KEY", "assistant: 2")
-    code, _, err = rl("--wandb.tags", '["sums"]', "--wandb.group", "sweep")
+    code, _, err = rl("--wandb.tags", '["sums"]', "--wandb.group sweep")
     assert code == 0, err
     state = json.loads((rl.root / "wandb.json").read_text())
     assert state["sent"] == {"eval/e": 3, "orchestrator": 3, "trainer": 3, "rollouts": 3}
     (table,) = (rl.root / "wandb").glob("offline-run-*/files/media/table/rollouts_*.table.json")
     row = [None, "e", None, 1, 0, 1.0, 0.5, None, None, "trained", "user: 1+1?\n[$JUDGE_API_KEY]"]
     assert json.loads(table.read_bytes())["data"] == [row]
-    code, _, err = rl("--wandb", "--resume", orchestrator="", trainer="")
+    code, _, err = rl("--wandb --resume", orchestrator="", trainer="")
     assert code == 0, err
     assert json.loads((rl.root / "wandb.json").read_text()) == state
 

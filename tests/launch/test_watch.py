@@ -119,7 +119,7 @@ def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
         "MetricsLog(root / 'metrics.jsonl', name).write(1, {})\nprint('last words', end='', "
         "flush=True)\n"
     )
-    run.start("--max_steps", "1", "--supervisor.backoff_s", "0.5", trainer=trainer)
+    run.start("--max_steps 1 --supervisor.backoff_s 0.5", trainer=trainer)
     until(run.run_dir.logs.exists, 60)
     pipe = subprocess.PIPE
     process = subprocess.Popen(

@@ -3,7 +3,6 @@ deleted or taken back."""
 
 import math
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -147,17 +146,6 @@ def test_the_first_32_metrics_count_and_stay(run_dir):
         r"kind, .*m30",
     ):
         run.rollouts(m31=1.0)
-
-
-def test_another_run_in_the_place_of_one_is_read_anew(run_dir):
-    for step in range(3, 8):
-        write_step(run_dir, step, [group(step, [0.0, 1.0], task=3)])
-    run = Run(run_dir.root)
-    assert len(run.rollouts()) == 18
-    shutil.rmtree(run_dir.rollouts_dir)  # as --clean does, while nobody asks
-    for step in range(1, 9):
-        write_step(run_dir, step, [group(100 + step, [0.0, 1.0], task=5, text="another answer")])
-    assert ids(run.rollouts()) == [(100 + step, i) for step in range(1, 9) for i in range(2)]
 
 
 def test_an_interrupt_while_files_are_read_loses_no_rollout(run_dir, monkeypatch):

@@ -1,6 +1,5 @@
 """Records with checksums, and writes that happen completely or not at all."""
 
-import errno
 import os
 
 import pytest
@@ -59,34 +58,6 @@ def test_files_of_a_directory_have_the_permissions_of_the_umask(tmp_path):
             0o600,
             0o600,
         ]
-
-
-def test_a_write_that_fails_names_the_file_and_changes_nothing(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_file(path, b"before")
-
-    def full(_fd):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("rl.run_dir.files.os.fsync", full)
-    with pytest.raises(OSError) as error:
-        write_file(path, b"after")
-    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, str(path))
-    assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["file"]
-
-
-def test_a_directory_whose_filling_fails_does_not_appear(tmp_path):
-    path = tmp_path / "000001"
-
-    def fill(directory):
-        (directory / "a").touch()
-        raise ValueError("half")
-
-    with pytest.raises(ValueError):
-        write_directory(path, fill)
-    assert not path.exists()
-    write_directory(path, lambda directory: (directory / "b").touch())
-    assert os.listdir(path) == ["b"]
 
 
 def test_what_is_made_durable_later_is_whole_at_once_and_synced_then(tmp_path, monkeypatch):

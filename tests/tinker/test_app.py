@@ -17,6 +17,7 @@ import pytest
 from rl.config.run import RLConfig
 from rl.run_dir.digests import HASH
 from rl.run_dir.files import write_file
+from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.tinker.app import TinkerApi, make_app
 from rl.tinker.codec import FLOAT32, INT64, MESSAGE
@@ -862,3 +863,19 @@ async def test_what_is_wrong_fails_alone_and_says_why(client):
     await client.post("copy_weights", {}, 403)
     client.http.headers["x-api-key"] = "tml-wrong"
     await client.post("create_session", {}, 401)
+
+
+def test_a_state_whose_replacement_was_interrupted_has_its_name_again(tmp_path):
+    """Regression: between two renames a state had no name, and the earlier one was lost."""
+    storage = Storage(RunDir(tmp_path, tmp_path / "weights"))
+    for name in ("lost", "there"):
+        folder = storage.saved(("s:train:0", "weights", name))
+        folder.with_name(f".{name}.replaced").mkdir(parents=True)
+        (folder.with_name(f".{name}.replaced") / "before").touch()
+    folder.mkdir()
+    storage.restore_replaced()
+    assert sorted(str(path.relative_to(folder.parent)) for path in folder.parent.rglob("*")) == [
+        "lost",
+        "lost/before",
+        "there",
+    ]

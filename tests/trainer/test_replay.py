@@ -252,6 +252,9 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
         and "safetensors: tensor " in flipped["fault"]
         and flipped["fault"].endswith("is not what was written")
     )
+    both = found("both", lambda run_dir: (change(run_dir.digests(STEPS)), flip(run_dir)))
+    assert both["kept"] == ["digests"], "Regression: what is damaged was compared with"
+    assert both["tensor"] == first and both["max_difference"] is None
     cut = found("cut", lambda run_dir: run_dir.digests(STEPS).write_text("{"))
     assert cut["tensor"] is None and "damaged" in cut["fault"]
 

@@ -128,7 +128,7 @@ def test_load_counts_once_a_server_is_full():
     a = balancer.servers["a"]
     a.flights = {object() for _ in range(BATCHED - 1)}
     assert balancer.choose(1).url == "b"
-    balancer.homes[2] = "a"
+    balancer.last_server[2] = "a"
     assert balancer.choose(2).url == "a"  # a server batches that many
     a.flights = {object() for _ in range(3 * BATCHED)}
     assert balancer.choose(2).url == "b" and balancer.choose(2).url == "b"

@@ -160,7 +160,7 @@ def run(
         remedy = "start one (`ray start --head`), or give its address as cluster.ray.address"
         raise RunError(f"no Ray cluster at {address}: {error}\n{remedy}") from None
     finally:
-        for signum, handler in handlers.items():  # Ray has put its own in their words
+        for signum, handler in handlers.items():  # Ray has put its own in their place
             signal.signal(signum, handler)
     driver, text = Driver(ray, config, run_dir, program), ""
     try:

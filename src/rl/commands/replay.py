@@ -163,7 +163,9 @@ def plan(
     elif missing := missing_batches(run_dir, start, until):
         later = oldest_complete(run_dir, missing[-1], until)
         if later is None or is_given:
-            remedy = f"give --from {later}" if later else "there is no later checkpoint"
+            remedy = "there is no later checkpoint; give a smaller --until"
+            if later:
+                remedy = f"give --from {later}"
             present = ranges(numbers(run_dir.batches, ".batch"))
             raise RunError(
                 f"{root}: batches {ranges(missing)} are missing (there are {present}; "

@@ -17,9 +17,10 @@ from rl.launch.prepare import prepare, refusals
 from rl.launch.roles import Role
 from rl.launch.run import check_ports
 from rl.run_dir.access_token import run_token
+from rl.run_dir.lease import LEASE_S
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
-from rl.system.errors import RunError
+from rl.system.errors import LASTING, RunError
 from rl.system.linux import bind
 from rl.system.machine import machine
 from rl.system.terminal import say
@@ -93,8 +94,17 @@ def check_same(config: RLConfig, clean: bool) -> None:
 
 
 def poll(keeper: Keeper) -> None:
-    """Checks the processes, and says which have died. Raises RunError if one cannot go on."""
-    for death in keeper.poll():
+    """Checks the processes, and says which have died. A start that the system refuses is tried
+    again for LEASE_S. Raises RunError if a process cannot go on, OSError if it cannot start."""
+    deadline, deaths = time.monotonic() + LEASE_S, None
+    while deaths is None:
+        try:
+            deaths = keeper.poll()
+        except OSError as error:
+            if error.errno in LASTING or time.monotonic() >= deadline:
+                raise
+            time.sleep(POLL_S)
+    for death in deaths:
         if death.verdict:
             raise death.verdict
         say(f"  {death.role} {death.reason}, {death.again}")

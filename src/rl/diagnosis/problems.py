@@ -124,8 +124,9 @@ def faults(state: RunState) -> Iterator[tuple[Path, str]]:
     """Yields each damaged file with its fault."""
     run_dir = state.run_dir
     weights = sorted(run_dir.weights(state.newest_version).glob("*.safetensors"))
-    checks = [(batch_head, run_dir.batch(state.newest_batch)), *((read_header, p) for p in weights)]
-    for check, path in checks if state.newest_batch else []:
+    # fine-tuning has no batches
+    batches = [run_dir.batch(state.newest_batch)] if state.newest_batch else []
+    for check, path in [*((batch_head, p) for p in batches), *((read_header, p) for p in weights)]:
         try:
             if not path.is_file():
                 raise CorruptFileError(f"{path}: is not a file")  # to open a pipe would wait

@@ -89,7 +89,8 @@ def run_outcome(state: RunState) -> RunOutcome:
     if why := nothing_trained(state.numbers):
         return RunOutcome("died", why)
     if stop := state.stop:
-        rest = f"{at} of {max_steps}; continue it with `{state.resume}`"
+        where = f"{at} of {max_steps}" if at else ""
+        rest = f"{where}; continue it with `{state.resume}`"
         age_s = state.now - stop.time
         return RunOutcome("stopped", f"the run was stopped by {stop.reason}", age_s, rest)
     downs = [state.down(event.process) for event in state.recent_events]

@@ -114,7 +114,7 @@ class Policy:
 
 
 @dataclass
-class Past:
+class AnsweredTurn:
     """A conversation up to and including a turn's answer."""
 
     index: int
@@ -138,7 +138,7 @@ class Conversation:
     """As in PlayGroup."""
     sampling: dict[str, Any]
     turns: Turns = field(default_factory=Turns)
-    history: list[Past] = field(default_factory=list)
+    history: list[AnsweredTurn] = field(default_factory=list)
     seed: int | None = None
     asked: int = 0
     """Number of requests so far. Each has its own seed, even several at once."""
@@ -189,19 +189,23 @@ class Conversation:
         return answer
 
     def keep(
-        self, turn: Turn, before: Past | None, messages: list[Any], tools: list[Tool] | None = None
-    ) -> Past:
+        self,
+        turn: Turn,
+        before: AnsweredTurn | None,
+        messages: list[Any],
+        tools: list[Tool] | None = None,
+    ) -> AnsweredTurn:
         """Appends an answered turn, which continues `before`."""
         if before:
             messages[: len(before.messages)] = before.messages
         num_prompt = before.num_prompt if before else len(messages) - 1
-        self.history.append(Past(len(self.turns), messages, num_prompt, tools))
+        self.history.append(AnsweredTurn(len(self.turns), messages, num_prompt, tools))
         self.turns.add(turn)
         return self.history[-1]
 
     def _prompt(
         self, messages: list[Message], compared: list[Message], tools: list[Tool] | None
-    ) -> tuple[Past | None, list[int]]:
+    ) -> tuple[AnsweredTurn | None, list[int]]:
         """Returns the newest earlier conversation that the messages extend, and prompt ids that
         begin with exactly its ids; or None and freshly rendered ids if there is no such
         conversation. Raises RendererError."""
@@ -218,7 +222,9 @@ class Conversation:
                 return past, ids
         return None, renderer.prompt_ids(messages, tools)
 
-    def continued(self, compared: list[Message], tools: list[Tool] | None) -> Iterator[Past]:
+    def continued(
+        self, compared: list[Message], tools: list[Tool] | None
+    ) -> Iterator[AnsweredTurn]:
         """Yields the earlier conversations that the messages extend, the newest first."""
         for past in reversed(self.history):
             num_known = len(past.messages)

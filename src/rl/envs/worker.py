@@ -220,12 +220,10 @@ def failed_by(error: BaseException, talk: Any = None) -> Rollout:
 
 def numbered(part: asyncio.Task[list[Episode]], indices: list[int]) -> Episode:
     """The rollouts of the finished part of a group, numbered by their episodes' indices in the
-    group. Failed ones if its environment cancelled it: the pool cancels the whole play, and then
-    nobody asks."""
-    if part.cancelled():
-        episodes = [[failed_by(asyncio.CancelledError())] for _ in indices]
-    else:
-        episodes = part.result()
+    group. Failed ones if its environment cancelled it (the pool cancels the whole play, and then
+    nobody asks), or made even telling how it failed fail: the pool waits for an answer."""
+    error = asyncio.CancelledError() if part.cancelled() else part.exception()
+    episodes = [[failed_by(error)] for _ in indices] if error else part.result()
     for i, episode in zip(indices, episodes, strict=True):
         for rollout in episode:
             rollout.episode = i

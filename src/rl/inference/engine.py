@@ -111,7 +111,7 @@ class VersionedEngine(LoadingEngine):
         """Registers a request by `add`, vLLM's own way; each of several answers to a prompt
         (`n`) is a request. As nothing is awaited, the version cannot change in between. With
         adapters side by side the request has had its own since `add_request`, and keeps it."""
-        self.refuse_deadly(request)
+        self.refuse_fatal(request)
         self.hand_over_seed(request.sampling_params)
         lora, version = request.lora_request, self.policy_version
         if self.slots:
@@ -120,7 +120,7 @@ class VersionedEngine(LoadingEngine):
         queue.version_starts = [(0, version)]
         add(request, prompt, parent, index, queue)
 
-    def refuse_deadly(self, request: Any) -> None:
+    def refuse_fatal(self, request: Any) -> None:
         """Raises ValueError for requests that vLLM accepts although they would kill its engine,
         whatever route they came by."""
         largest = max(request.prompt_token_ids or [0])

@@ -76,7 +76,8 @@ class Keeper:
             if state.role.after_server:
                 state.start_at += self.startup_timeout_s
             else:
-                self._start(state)
+                with contextlib.suppress(OSError):  # if the system refuses it, `poll` tries again
+                    self._start(state)
 
     @property
     def finished(self) -> bool:
@@ -157,7 +158,7 @@ class Keeper:
         progress = any(status.progress for status in attempt.statuses.values())
         attempt.progressed = attempt.progressed or progress
         state.progressed = state.progressed or attempt.progressed
-        state.came_up = state.came_up or attempt.works()
+        state.came_up = state.came_up or attempt.has_come_up()
         for warning in attempt.status.warnings[attempt.num_warnings :]:
             attempt.num_warnings += 1
             about = {"env": warning.env, "about": warning.about, "reason": warning.text}
@@ -168,7 +169,7 @@ class Keeper:
         """Notes that a process has come up; kills one that is silent or does not come up, and
         returns its death."""
         child = attempt.child
-        if not attempt.ready and attempt.works():
+        if not attempt.ready and attempt.has_come_up():
             attempt.ready = True
             for other in self.states.values() if state.role.serves else ():
                 if other.role.after_server and other.died is None:

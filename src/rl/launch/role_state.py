@@ -96,7 +96,7 @@ class Attempt:
         """Its phase as fields of an event."""
         return {"phase": self.status.phase, "step": self.status.step, "doing": self.doing}
 
-    def works(self) -> bool:
+    def has_come_up(self) -> bool:
         """Returns whether it is past its start-up and doing its work."""
         role, phase = self.child.name.partition("-")[0], self.status.phase
         if role == "inference":

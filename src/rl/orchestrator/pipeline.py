@@ -84,6 +84,12 @@ class Pipeline:
             refs(self.pending.unfinished.values()),
             self.pending.drawn,
         )
+        played = {ref.group_id for ref in self.source.retry}
+        self.pending.unfinished = {
+            group_id: group
+            for group_id, group in self.pending.unfinished.items()
+            if group_id in played
+        }
         for group in groups:
             if group.group_id not in counted:
                 self._count(group)
@@ -114,10 +120,18 @@ class Pipeline:
         if not self.config.max_lag:
             played = [group for group in played if group.finished or group.group_id in in_flight]
         groups = [group for group in played if group.finished]
+        unjudged = [group for group in groups if not is_judged(group)]
+        records = [*self.source.newly_drawn(), *played]
+        # A user's functions may take minutes, in which this process may die. What is judged first
+        # is readable as it was judged.
+        is_slow = any(self.rules[group.env].asks_user for group in unjudged)
+        if is_slow:
+            await asyncio.to_thread(self._keep, records)
         try:
-            await in_thread(self._judge, [group for group in groups if not is_judged(group)])
+            await in_thread(self._judge, unjudged)
         finally:
-            await asyncio.to_thread(self._keep, [*self.source.newly_drawn(), *played])
+            if not is_slow:
+                await asyncio.to_thread(self._keep, records)
         for group in groups:
             self.admission.outcomes[group.env].append(group.why is None)
             self._count(group)

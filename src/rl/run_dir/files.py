@@ -340,7 +340,8 @@ def commit_directory(
     temporary: Path, path: Path, *, new: bool = False, fence: Fence = None, durable: bool = True
 ) -> None:
     """Fsyncs `temporary` with all its files and renames it to `path`. An older `path` is replaced
-    in two steps; after a kill in between, `clean_leftovers` restores it.
+    in two steps; after a kill in between, `clean_leftovers` restores one that has a number, and
+    `restore` others.
 
     new, fence, durable: see `write_file`.
     """
@@ -448,6 +449,16 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copy2(source, target)
 
 
+def restore(old: Path) -> None:
+    """Gives a directory back the name that a death has taken from it while it was replaced; deletes
+    it if its replacement has the name."""
+    path = old.with_name(old.name[1:].removesuffix(".replaced"))
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        old.rename(path)
+
+
 def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
     """Removes the unfinished files of dead processes, and returns their paths.
 
@@ -469,8 +480,8 @@ def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
                 continue
             path = directory / name
             removed.append(path)
-            if match["kind"] == "replaced" and not (directory / match["name"]).exists():
-                path.rename(directory / match["name"])
+            if match["kind"] == "replaced":
+                restore(path)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:

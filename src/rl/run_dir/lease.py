@@ -135,8 +135,8 @@ class Lease:
 
     def check(self) -> None:
         """Raises RunError if another process has taken over the role."""
-        is_next_free = not lease_path(self.lock, self.number + 1).exists()
-        if self._is_unchanged() and is_next_free:
+        # in this order: opening the file makes a client of NFS look up names anew
+        if self._is_unchanged() and not lease_path(self.lock, self.number + 1).exists():
             return
         newest = lease_path(self.lock, newest_lease(self.lock, self.number))
         owner = read_json(newest, LockOwner) or "unknown"

@@ -45,6 +45,7 @@ async def serve(config: RLConfig, learner: Learner, status: Status, sock: socket
     assert config.serve
     run_dir, host = config.run_dir, config.serve.host
     storage = Storage(run_dir)
+    storage.restore_replaced()
     if not storage.base.exists():
         # the adapter that changes nothing, by which inference serves the base model again
         learner.create(BASE, 1, 0)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rl.run_dir.files import write_file
+from rl.run_dir.files import restore, write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.training_calls import CallError
 
@@ -77,6 +77,12 @@ class Storage:
         return self.sessions / f"{re.sub(r'[^0-9A-Za-z_-]', '', session_id)}.json"
 
     # What clients have named ----------------------------------------------------------------------
+
+    def restore_replaced(self) -> None:
+        """Restores the named states that a death was about to replace. Call it before any is
+        saved."""
+        for old in self.models.glob("*/saved/*/.*.replaced"):
+            restore(old)
 
     def saved(self, name: Name) -> Path:
         """Returns the folder of the state that has this name; its record is beside it."""

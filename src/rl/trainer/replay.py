@@ -81,8 +81,8 @@ def compare(
 
 
 def kept_of(digests: Path, folder: Path) -> tuple[list[str], dict[str, Any], str | None]:
-    """Returns what exists of a version; the content of the digests of its weights if these are
-    sound, else of its record; and the fault of the first damaged file."""
+    """Returns what is sound of a version; the content of the digests of its weights if these are,
+    else of its record; and the fault of the first damaged file."""
     kept, content, fault = list[str](), {}, None
     for kind, path, read in (
         ("digests", digests, read_digests),
@@ -90,8 +90,8 @@ def kept_of(digests: Path, folder: Path) -> tuple[list[str], dict[str, Any], str
     ):
         try:
             if path.exists():
-                kept.append(kind)
                 content = read(path)
+                kept.append(kind)
         except CorruptFileError as error:
             fault = fault or str(error)
     return kept, content, fault

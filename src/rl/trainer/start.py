@@ -88,7 +88,7 @@ def start(
             strict = False
         limit = RUN_LIMITS[config.model.dtype]
         context.parity = ParityWatch(limit, strict, client, bool(settings.lora))
-        source = FromOrchestrator(client, fetching, world, patience_s)
+        source = FromOrchestrator(client, fetching, world)
         if settings.token_log.max_gib:
             context.token_files = TokenFiles(run_dir, settings.token_log, status.enter)
     elif settings.data.fake:

@@ -94,7 +94,7 @@ class Trainer:
     """The version published last, of which this rank holds its slices."""
 
     @property
-    def last(self) -> int:
+    def last_step(self) -> int:
         """The last step to train."""
         replay = self.config.trainer.data.replay
         return min(self.config.max_steps, replay.until) if replay else self.config.max_steps
@@ -108,7 +108,7 @@ class Trainer:
     def begin(self) -> None:
         """Requests the first batch, tries out memory on a GPU, then publishes the version
         resumed from or validates the base model."""
-        if self.step < self.last:
+        if self.step < self.last_step:
             self.batches.ask(self.step + 1)
             if self.context.world.device.type == "cuda":
                 self.status.enter(Phase.TRYING_MEMORY)
@@ -129,7 +129,7 @@ class Trainer:
         ready = self.batches.take(step, [writer.thread for writer in writers])
         if self.leaves():
             return None
-        if ready is not None and step < self.last:
+        if ready is not None and step < self.last_step:
             self.batches.ask(step + 1)
         self.saver.start_clock()
         return ready
@@ -165,7 +165,7 @@ class Trainer:
         if not context.parity or self.config.kind == "recorded":  # nobody could answer
             return {}
         metrics = context.parity.at_checkpoint(
-            self.step, context.model, self.batches.pack, context.world, self.step < self.last
+            self.step, context.model, self.batches.pack, context.world, self.step < self.last_step
         )
         timer.lap("parity")
         return metrics
@@ -228,7 +228,7 @@ def train(trainer: Trainer) -> bool:
     """
     trainer.begin()
     world, has_trained = trainer.context.world, False
-    for step in range(trainer.step + 1, trainer.last + 1):
+    for step in range(trainer.step + 1, trainer.last_step + 1):
         timer = Timer(step, world.device)
         ready = trainer.receive(step)
         timer.lap("wait_for_batch")
@@ -249,7 +249,7 @@ def train(trainer: Trainer) -> bool:
             trainer.log(metrics, ready, timer)
             trainer.save_checkpoint()
             timer.lap("checkpoint")
-        checkpoint_is_due = not leaves and trainer.saver.due(step, trainer.last)
+        checkpoint_is_due = not leaves and trainer.saver.due(step, trainer.last_step)
         if checkpoint_is_due or leaves or trainer.every_version_is_read:
             trainer.publish()
         timer.lap("publish_weights")
@@ -309,7 +309,7 @@ def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -
         timer.lap("old_logprobs")
     parity: dict[str, float] = {}
     for minibatch in packed.minibatches * context.settings.epochs:
-        accumulate(context, packed, minibatch, statistics, first=not norms)
+        accumulate(context, packed, minibatch, statistics, is_first_update=not norms)
         if context.parity and not norms:
             parity = context.parity.judge(statistics.parity.total(world), step - 1)
         timer.lap("forward_backward")
@@ -329,10 +329,11 @@ def accumulate(
     packed: Packed,
     minibatch: list[MicroBatch],
     statistics: Statistics,
-    first: bool,
+    is_first_update: bool,
 ) -> None:
-    """Adds the gradient of a minibatch's loss to the model's. `first`: the policy has not been
-    updated since the batch began.
+    """Adds the gradient of a minibatch's loss to the model's.
+
+    `is_first_update`: no optimizer step of this batch has run yet.
 
     Writes reference_logprobs and old_logprobs into the micro batches: later epochs read them
     instead of computing them again.
@@ -345,7 +346,7 @@ def accumulate(
                 context.reference, batch, world
             )
         scores = score(model, batch, world, entropy_gradient=settings.loss.entropy_coefficient > 0)
-        if first and compares_with_old(settings):
+        if is_first_update and compares_with_old(settings):
             keep_old(model, micro_batch, scores)
             batch.old_logprobs = micro_batch.old_logprobs
         inputs = loss_inputs(batch, len(packed.batch.samples), scores, world)
@@ -353,7 +354,7 @@ def accumulate(
         loss = (terms.loss * batch.weights).sum()
         reduce_replicas(model, micro_batch is minibatch[-1], world)
         loss.backward()
-        statistics.add(batch, loss.detach(), scores, terms, first)
+        statistics.add(batch, loss.detach(), scores, terms, is_first_update)
         context.advance()
     finish_gradients(model, world)
 

@@ -44,7 +44,7 @@ class Balancer:
         self.servers: dict[str, Server] = {}
         self.gone: dict[str, Server] = {}
         """Servers that went away while there was no other one to take over their requests."""
-        self.homes: dict[int, str] = {}
+        self.last_server: dict[int, str] = {}
         """Session -> address of its server; the most recently used session is last."""
 
     def update(self, urls: Iterable[str], closed: Iterable[str] = ()) -> None:
@@ -78,10 +78,10 @@ class Balancer:
         if not (usable := self.usable()):
             return None
         least = min(usable, key=lambda server: len(server.flights))
-        home = self.servers.get(self.homes.pop(session, ""))
+        last = self.servers.get(self.last_server.pop(session, ""))
         most = STAY * max(BATCHED, len(least.flights) + 1)
-        chosen = home if home in usable and len(home.flights) < most else least
-        self.homes[session] = chosen.url
-        if len(self.homes) > MAX_SESSIONS:
-            del self.homes[next(iter(self.homes))]
+        chosen = last if last in usable and len(last.flights) < most else least
+        self.last_server[session] = chosen.url
+        if len(self.last_server) > MAX_SESSIONS:
+            del self.last_server[next(iter(self.last_server))]
         return chosen

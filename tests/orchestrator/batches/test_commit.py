@@ -563,6 +563,19 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     assert not again.source.retry
 
 
+def test_groups_are_durable_while_a_users_function_judges_them(tmp_path):
+    """Regression: it may take a minute for each, and what had finished was lost with the process."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("def credit(group, config):\n    return [0.0] * len(group.rollouts)\n")
+    flags = ("--orchestrator.credit.function", f"{mine}:credit")
+    world = World(tmp_path / "run", random.Random(0), *flags)
+    one, waiting = world.orchestrator(), []
+    now(one.pipeline.restore())
+    one.pipeline._judge = lambda groups: waiting.extend(waiting_ids(world.run_dir))
+    now(one.pipeline.add([world.group(one.source.next(["a"]), 0)]))
+    assert waiting == waiting_ids(world.run_dir) == [0]
+
+
 def test_rewards_that_differ_by_rounding_are_solved():
     """The highest reward was 1.0, once, and 0.7 + 0.2 + 0.1 never reached it."""
     history = RewardHistory()

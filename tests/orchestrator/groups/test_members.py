@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from rl.envs.policy import TALKS
 from rl.envs.worker import Worker
 from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.main import run
@@ -17,6 +18,7 @@ from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
 from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
 from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.turns import Turns
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests import steady
 from tests.orchestrator import light_worker
@@ -192,6 +194,21 @@ def test_a_cancellation_of_the_environments_own_is_a_failed_rollout():
     assert answers == [([0, 1], 0)]
 
 
+class BreaksItsTalk:
+    """An environment that fails, and whose conversation cannot be told."""
+
+    scores_groups = False
+
+    async def play(self, order, num_episodes):
+        TALKS.get().append(SimpleNamespace(turns=Turns()))
+        raise ValueError("broken")
+
+
+def test_a_failure_that_cannot_be_told_is_one():
+    """Regression: the group hung."""
+    assert sent(BreaksItsTalk(), PlayGroup(1, "train", 0, 1, {}, 0)) == [([0], 0)]
+
+
 def test_a_failed_member_is_played_again(tmp_path):
     sound, failed = (
         Rollout(episode=0),
@@ -226,6 +243,19 @@ def test_members_are_durable_until_their_group_is(tmp_path):
         1: [(2, 0.5), (0, 0.75)],
         4: [(1, 0.5)],
     }
+
+
+def test_members_that_a_batch_gave_up_are_not_begun_again(tmp_path):
+    """Regression: a death between the commit and the rewriting of the log played a task twice, since
+    on-policy a batch gives the tasks of unfinished groups new numbers."""
+    source = TaskSource({"e": EnvTasks(9)}, seed=3)
+    refs = [source.next(["e"]) for _ in range(3)]
+    drawn = source.newly_drawn()
+    source.give_back([refs[2]])
+    state = source.state([])
+    again = TaskSource({"e": EnvTasks(9)}, seed=3)
+    again.restore(state, done=[], begun=[refs[2]], drawn=drawn)
+    assert [*again.retry] == [TaskRef(3, "e", refs[2].task)]
 
 
 @pytest.mark.parametrize("committed", [False, True])

@@ -125,7 +125,7 @@ def test_a_server_that_is_late_once_keeps_what_it_has_and_loses_it_when_it_is_la
         await world.policy.start()
 
         async def ask(session):
-            world.client.balancer.homes[session] = busy.url
+            world.client.balancer.last_server[session] = busy.url
             asked = asyncio.create_task(world.client.generate(session, [session], {}))
             while session not in busy.sessions:
                 await asyncio.sleep(0.01)

@@ -11,9 +11,11 @@ ONE = {"a": 1.0}
 TWO = {"a": 0.5, "b": 0.5}
 
 
-def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, kept=1.0):
-    shares_kept = kept if isinstance(kept, dict) else dict.fromkeys(shares, kept)
-    return eligible(shares, places, batch_size, ahead, cap, max_refill, shares_kept)
+def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, trainable=1.0):
+    trainable_shares = (
+        trainable if isinstance(trainable, dict) else dict.fromkeys(shares, trainable)
+    )
+    return eligible(shares, places, batch_size, ahead, cap, max_refill, trainable_shares)
 
 
 def test_as_much_as_the_batches_ahead_lack():
@@ -34,9 +36,9 @@ def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
     )
     assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8 - 1))) == []
     assert room(PlaceCounts(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
-    assert room(PlaceCounts(playing=Counter(a=7), dropped=Counter(a=3 * 8)), kept=0.1) == ["a"]
-    assert room(PlaceCounts(playing=Counter(a=8), dropped=Counter(a=3 * 8)), kept=0.1) == []
-    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8)), kept=0.1) == []
+    assert room(PlaceCounts(playing=Counter(a=7), dropped=Counter(a=3 * 8)), trainable=0.1) == ["a"]
+    assert room(PlaceCounts(playing=Counter(a=8), dropped=Counter(a=3 * 8)), trainable=0.1) == []
+    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8)), trainable=0.1) == []
     assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=7)), max_refill=1) == []
     assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8)), max_refill=4) == ["a"]
 
@@ -49,33 +51,34 @@ def test_while_some_are_playing_the_refills_are_not_exceeded():
 
 def test_as_many_are_started_as_will_be_needed():
     assert (
-        room(PlaceCounts(playing=Counter(a=15)), kept=0.5) == ["a"]
-        and room(PlaceCounts(playing=Counter(a=16)), kept=0.5) == []
+        room(PlaceCounts(playing=Counter(a=15)), trainable=0.5) == ["a"]
+        and room(PlaceCounts(playing=Counter(a=16)), trainable=0.5) == []
     )
-    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=3)), kept=0.5) == ["a"]
-    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=4)), kept=0.5) == []
+    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=3)), trainable=0.5) == ["a"]
+    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=4)), trainable=0.5) == []
     assert (
-        room(PlaceCounts(playing=Counter(a=23)), kept=0.01) == ["a"]
-        and room(PlaceCounts(playing=Counter(a=24)), kept=0.01) == []
+        room(PlaceCounts(playing=Counter(a=23)), trainable=0.01) == ["a"]
+        and room(PlaceCounts(playing=Counter(a=24)), trainable=0.01) == []
     )
-    assert room(PlaceCounts(playing=Counter(a=9)), kept=0.5, max_refill=1) == []
+    assert room(PlaceCounts(playing=Counter(a=9)), trainable=0.5, max_refill=1) == []
     # of 12, half of each
-    assert room(PlaceCounts(playing=Counter(a=5, b=3)), TWO, kept=0.5) == ["a", "b"]
-    assert room(PlaceCounts(playing=Counter(a=6, b=2)), TWO, kept=0.5) == ["b"]
+    assert room(PlaceCounts(playing=Counter(a=5, b=3)), TWO, trainable=0.5) == ["a", "b"]
+    assert room(PlaceCounts(playing=Counter(a=6, b=2)), TWO, trainable=0.5) == ["b"]
     # 7 are likely to be trained
-    assert room(PlaceCounts(playing=Counter(a=4, b=5)), TWO, kept={"a": 0.5}) == ["a"]
-    assert room(PlaceCounts(playing=Counter(a=4, b=6)), TWO, kept={"a": 0.5}) == []
+    assert room(PlaceCounts(playing=Counter(a=4, b=5)), TWO, trainable={"a": 0.5}) == ["a"]
+    assert room(PlaceCounts(playing=Counter(a=4, b=6)), TWO, trainable={"a": 0.5}) == []
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_share_that_is_kept_is_that_of_the_newest_groups(max_lag):
     admission = Admission(SimpleNamespace(max_lag=max_lag), SimpleNamespace(shares=ONE))
-    assert admission.kept() == {}  # all
+    assert admission.trainable_share() == {}  # all
     admission.outcomes["a"].extend([False, False])
-    assert admission.kept() == ({} if max_lag else {"a": 0.75})  # the first few do not decide alone
+    few = admission.trainable_share()
+    assert few == ({} if max_lag else {"a": 0.75})  # the first few do not decide alone
     admission.outcomes["a"].extend([True] * 6 + [False] * 24)
     admission.outcomes["b"].extend([True] * 9)  # those of another environment do not count
-    assert admission.kept() == ({} if max_lag else {"a": 0.0, "b": 1.0})
+    assert admission.trainable_share() == ({} if max_lag else {"a": 0.0, "b": 1.0})
 
 
 def test_an_environment_has_its_share_of_the_places():

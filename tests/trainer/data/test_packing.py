@@ -132,7 +132,7 @@ def packed_tokens(row) -> list[tuple]:
                 int(row.targets[n]),
                 *values,
                 int(row.envs[n]),
-                bool(row.fresh[n]),
+                bool(row.lag_zero[n]),
                 teacher,
             )
         )

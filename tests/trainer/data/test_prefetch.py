@@ -4,6 +4,7 @@ whose."""
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
 from rl.system.errors import RunError
+from rl.trainer.data.batch_sources import FromOrchestrator
 from rl.trainer.data.prefetch import Prefetch
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.single_task_thread import SingleTaskThread
@@ -235,3 +237,13 @@ def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_no
     publisher.start(3, Empty(), checkpoints={})
     publisher.finish()
     assert list(numbered(run_dir.weights_dir)) == [1, 2, 3] and publisher.metrics() == latency
+
+
+def test_other_ranks_wait_for_a_batch_as_long_as_a_step_takes():
+    """A deadline counts from when the trainer waits for the thread, which asks before it trains.
+    Regression: their collective had one of its own, so a step and the wait after it had to take
+    less than two hours."""
+    deadlines = []
+    world = SimpleNamespace(new_group=deadlines.append)
+    FromOrchestrator(None, Wait(1.0, lambda *_: None), world)
+    assert deadlines[0] > 7 * 86400 and 1000 * deadlines[0] < 2**31, "which gloo can count"

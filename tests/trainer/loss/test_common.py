@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from rl.config.check import check_loss
 from rl.config.loss import LossConfig
 from rl.system.errors import GIVE_UP, RunError
-from rl.trainer.loss.common import LossInputs, compute_loss, log_ratio, outside_masks
+from rl.trainer.loss.common import LossInputs, compute_loss, log_ratio, masked_tokens
 from rl.trainer.loss.kl import teacher_advantages
 from rl.trainer.loss.losses import custom_function, loss_function
 from tests.trainer import loss_formulas as formulas
@@ -354,7 +354,7 @@ def test_extreme_values_stay_finite(name):
             terms.loss.isfinite().all() and gradient.isfinite().all() and terms.kl.isfinite().all()
         )
         assert terms.reference_kl.isfinite().all()
-        assert not gradient[outside_masks(inputs, config, log_ratio(inputs).detach())].any()
+        assert not gradient[masked_tokens(inputs, config, log_ratio(inputs).detach())].any()
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -29,11 +29,13 @@ def test_two_environments_in_two_micro_batches(world):
     log_ratios, entropies = torch.tensor([0.0, 0.1, -0.2, 0.3, 2.0, -1.0]), torch.arange(6.0)
     masked = torch.tensor([False, False, False, False, True, True])
     reference = torch.full((6,), 0.25)
-    fresh = torch.tensor([False, True, True, False, True, False])
+    lag_zero = torch.tensor([False, True, True, False, True, False])
     statistics = Statistics(SimpleNamespace(envs=["add", "sort"]), torch.device("cpu"))
     for part in (slice(0, 2), slice(2, 6), slice(0, 0)):
         batch, scores = (
-            SimpleNamespace(envs=envs[part], fresh=fresh[part], logprobs=torch.zeros(6)[part]),
+            SimpleNamespace(
+                envs=envs[part], lag_zero=lag_zero[part], logprobs=torch.zeros(6)[part]
+            ),
             Scores(torch.zeros(0), entropies[part]),
         )
         statistics.add(
@@ -78,7 +80,7 @@ def test_tokens_whose_sampler_gave_no_log_probability_are_not_compared(world):
     known = torch.tensor([math.nan, -1.0])
     batch = SimpleNamespace(
         envs=torch.zeros(2, dtype=torch.int64),
-        fresh=torch.ones(2, dtype=torch.bool),
+        lag_zero=torch.ones(2, dtype=torch.bool),
         logprobs=known,
     )
     statistics.add(

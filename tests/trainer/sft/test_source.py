@@ -184,7 +184,7 @@ def test_samples_fit_the_loss_and_share_prompts(tmp_path):
     # 5 6 8 for all: 3 of 3 + 2 + 3 inputs
     assert packed.shared_token_fraction == pytest.approx(1 - 3 / 8)
     # no version sampled them: nothing to compare with inference
-    assert not any(row.fresh.any() for row in packed.micro_batches)
+    assert not any(row.lag_zero.any() for row in packed.micro_batches)
 
 
 def test_shuffling_is_the_same_everywhere():

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import unicodedata
+from functools import partial
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -20,7 +22,7 @@ from rl.models.renderer import load_renderer
 from rl.models.tiny import write_tokenizer
 from rl.system.errors import RunError
 from rl.trainer.sft import rows
-from rl.trainer.sft.tokens import open_examples, prepare_data, read_manifest
+from rl.trainer.sft.tokens import Tokenizer, open_examples, prepare_data, read_manifest
 from rl.wire.batch_file import compress_rollouts
 from tests.models.conftest import DROPS_THINKING
 from tests.models.conversations import ADD, assistant, system, user
@@ -319,6 +321,18 @@ def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
     assert alone == (encode("ab<|im_end|>"), [False, True, True])
     with pytest.raises(RunError, match="needs a chat template"):
         prepared(tmp_path / "asked", folders / "base", row, style="chat")
+
+
+def test_the_first_token_is_not_trained_if_the_prompt_has_none():
+    """Regression: it was, and its predictor was the row's last token."""
+    tokenizer = SimpleNamespace(
+        eos_token_id=9,
+        bos_token_id=None,
+        encode=lambda text, **_: [ord(letter) for letter in text.strip()],
+    )
+    plain = partial(Tokenizer.plain_text, SimpleNamespace(tokenizer=tokenizer))
+    assert plain(" ", "ab") == ([97, 98, 9], [False, True, True])
+    assert plain("x", "ab") == ([120, 97, 98, 9], [False, True, True, True])
 
 
 def test_a_plain_text_begins_with_the_bos_token_of_its_tokenizer(folders, tmp_path):

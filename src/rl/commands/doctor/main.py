@@ -41,7 +41,7 @@ usage: rl doctor [RUN] [@ FILE] [--parity MODEL] [--KEY VALUE] ...
                               the same tokens with the
                               trainer's code, prints how much they differ, and the likely cause
 
-Exit code 0: no problems; 1: a problem was report, and the output has the remedy.""",
+Exit code 0: no problems; 1: a problem was found, and the output has the remedy.""",
     OPTIONS,
 )
 NOT_PLAYED = ("orchestrator.environment", "orchestrator.sampling.max_tokens")

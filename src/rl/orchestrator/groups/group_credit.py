@@ -38,6 +38,11 @@ class Rules:
     replace_no_signal: bool = True
     mask_truncated: bool = False
 
+    @property
+    def asks_user(self) -> bool:
+        """Whether functions of the user judge groups."""
+        return bool(self.credit_function or self.filter_function)
+
 
 def rules_of(settings: OrchestratorConfig, env: EnvConfig, has_teacher: bool) -> Rules:
     """Returns the rules configured for an environment. Raises RunError for functions that cannot

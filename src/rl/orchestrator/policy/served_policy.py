@@ -42,7 +42,7 @@ LOOK_EVERY_S = 0.5
 CLAIM_S = 60.0
 """A starting server whose heartbeat has not changed for this long counts as dead: reading a
 large model can delay one by half of it."""
-Tell = Callable[[ServerSet], Awaitable[None]]
+AnnounceServers = Callable[[ServerSet], Awaitable[None]]
 
 
 class Failure(NamedTuple):
@@ -77,7 +77,7 @@ class ServedPolicy:
         run_dir: RunDir,
         base: str,
         evaluator: Evaluator,
-        tell: Tell,
+        tell: AnnounceServers,
     ):
         """base: the folder of version 0. tell: tells the workers which servers there are."""
         self.servers = servers

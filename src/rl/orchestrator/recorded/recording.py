@@ -168,7 +168,7 @@ class Episode:
     def __init__(self, number: int):
         self.number, self.size = number, 0
         self.firsts: dict[tuple[str, int | str | None], str] = {}
-        """(agent, rollout_id) -> where of the first line."""
+        """(agent, rollout_id) -> place of the first line."""
 
     def add(self, line: RecordedLine, where: str) -> None:
         """Raises RunError for a second line of the same rollout. Rows of verifiers, and episodes

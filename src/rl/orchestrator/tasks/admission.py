@@ -38,9 +38,9 @@ place once a later one has finished."""
 PACE_GROUPS = 32
 """Number of an environment's newest groups over which its median time is taken."""
 
-KEPT_GROUPS, KEPT_AT_LEAST = 24, 8
-"""The trainable share of an environment is estimated from its newest KEPT_GROUPS groups; with
-fewer than KEPT_AT_LEAST, the missing ones count as trained."""
+TRAINABLE_WINDOW, TRAINABLE_MIN = 24, 8
+"""The trainable share of an environment is estimated from its newest TRAINABLE_WINDOW groups; with
+fewer than TRAINABLE_MIN, the missing ones count as trained."""
 
 
 class Pace:
@@ -109,7 +109,7 @@ def eligible(
     batches_ahead: int,
     max_in_flight: int,
     max_refill: int,
-    kept: Mapping[str, float],
+    trainable_share: Mapping[str, float],
 ) -> list[str]:
     """Returns the environments from which a group may be started now; empty if there is no room.
 
@@ -120,16 +120,17 @@ def eligible(
     Shares are of the episodes played: replacements for dropped groups are shared like the rest, so
     that an environment that is solved, or that fails, does not take all of them. At most
     `max_refill` batches' worth are played for each batch that may be sampled; if all of these were
-    dropped, more are played until there is something to train on. `kept`: by environment, the share
-    of episodes in flight that is likely to be trained (default 1); the rest are replaced in
-    advance, within the same limit.
+    dropped, more are played until there is something to train on.
+
+    `trainable_share`: by environment, the share of episodes in flight that is likely to be trained
+    (default 1); the rest are replaced in advance, within the same limit.
     """
     window, most = batch_size * batches_ahead, max_refill * batch_size * batches_ahead
     all_dropped = places.dropped.total() >= most and not places.usable
     if places.dropped.total() + places.held >= most and not all_dropped:
         return []
     lost = sum(
-        (1.0 - max(kept.get(env, 1.0), 1.0 / max_refill)) * count
+        (1.0 - max(trainable_share.get(env, 1.0), 1.0 / max_refill)) * count
         for env, count in places.playing.items()
         if not all_dropped
     )
@@ -154,15 +155,15 @@ class Admission:
         self.pace = Pace(source.shares)
         self.in_flight: dict[int, InFlight] = {}
         """By group id."""
-        self.outcomes: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=KEPT_GROUPS))
+        self.outcomes: dict[str, deque[bool]] = defaultdict(lambda: deque(maxlen=TRAINABLE_WINDOW))
         """Whether each of the newest groups of an environment can be trained."""
 
-    def kept(self) -> Mapping[str, float]:
+    def trainable_share(self) -> Mapping[str, float]:
         """Returns the share of each environment's groups likely to be trained; empty with
         max_lag > 0, where no group waits for another."""
         shares: dict[str, float] = {}
         for env, newest in {} if self.config.max_lag else self.outcomes.items():
-            lacking = max(0, KEPT_AT_LEAST - len(newest))
+            lacking = max(0, TRAINABLE_MIN - len(newest))
             shares[env] = (sum(newest) + lacking) / (len(newest) + lacking)
         return shares
 
@@ -194,7 +195,7 @@ class Admission:
             batches_ahead,
             settings.max_in_flight,
             settings.max_refill,
-            self.kept(),
+            self.trainable_share(),
         )
 
     def first(self) -> float:

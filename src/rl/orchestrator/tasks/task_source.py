@@ -256,6 +256,8 @@ class TaskSource:
                         pool(rate, difficulty) for rate in self.rates[env] if rate != UNPLAYED
                     )
         self.skipped_before = dict(self.skipped)
+        # the others are in the state, or a batch has given them back under new ids
+        begun = [ref for ref in begun if ref.group_id >= self.next_group]
         for record in drawn:
             if record.next_group > self.next_group:
                 self._count(record.next_group, record.issued, record.skipped)

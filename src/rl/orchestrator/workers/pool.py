@@ -91,7 +91,7 @@ class WorkerPool:
         """By environment."""
         self.next_play = self.num_started = 0
         self.rejected = Rejected("messages of environments' workers")
-        self.barren = Counter[str]()
+        self.deaths_without_result = Counter[str]()
         """Deaths of an environment's workers since it last finished anything."""
         self.lost: dict[str, str] = {}
         """Environment that is lost until the next start -> the reason."""
@@ -187,8 +187,8 @@ class WorkerPool:
                 return
             workers = self._workers_of(env)
             if not (num_failed and any(other.is_up for other in workers)):
-                self.barren[env] += 1
-            num_deaths = self.barren[env]
+                self.deaths_without_result[env] += 1
+            num_deaths = self.deaths_without_result[env]
             if num_deaths >= BARREN_DEATHS * len(workers):
                 return self._lose(
                     env,
@@ -292,7 +292,7 @@ class WorkerPool:
             validate_played(message, play.order_left(), worker.setup.policy, self.server_set)
         match message:
             case Played(play_id, _, unfinished) as played:
-                self.barren[worker.setup.env.name] = 0
+                self.deaths_without_result[worker.setup.env.name] = 0
                 if (play := worker.sent.get(play_id)) and not play.done.done():
                     play.take(played)
                 if not unfinished:

@@ -11,6 +11,9 @@ from rl.wire.batch_file import decode_batch
 from rl.wire.messages import RunEnded, TrainBatch
 from rl.wire.transport import OrchestratorClient, Wait
 
+LONGEST_S = 20 * 86400.0
+"""A deadline that torch can count in 32 bits of milliseconds."""
+
 
 class BatchSource(Protocol):
     """Returns batches. Every rank has a source, and all return the same batches. A background
@@ -34,12 +37,10 @@ class FromOrchestrator(BatchSource):
     """Rank 0 asks the orchestrator and broadcasts the bytes; every rank checks and decodes them.
     Creating it is a collective call."""
 
-    def __init__(
-        self, client: OrchestratorClient | None, wait: Wait, world: World, timeout_s: float
-    ):
-        """`timeout_s`: how long the other ranks wait for rank 0."""
+    def __init__(self, client: OrchestratorClient | None, wait: Wait, world: World):
         self.client, self.wait, self.world = client, wait, world
-        self.group = world.new_group(timeout_s)
+        # the thread asks long before anybody waits for it, who has a deadline: see Prefetch.take
+        self.group = world.new_group(LONGEST_S)
 
     def receive(self, step: int) -> TrainBatch | None:
         """Waits for: the orchestrator's answer, on rank 0 as long as `wait` allows; the other ranks

@@ -60,7 +60,7 @@ class MicroBatch:
     envs: Tensor  # [N] int64: index of the token's environment in TrainBatch.envs
     # [N] float32, nan for tokens without a teacher; None if no token has one
     teacher_logprobs: Tensor | None
-    fresh: Tensor  # [N] bool: sampled by exactly the version that is being trained
+    lag_zero: Tensor  # [N] bool: sampled by exactly the version that is being trained
     # [T, width] uint8 (context parallelism: [T', width]), see Routers; None: the routers choose
     routes: Tensor | None = None
     # [N] float32, of the policy that the batch began with; None until computed
@@ -130,7 +130,7 @@ def empty_micro_batch() -> MicroBatch:
         predictors=zero,
         temperatures=torch.ones(1),
         teacher_logprobs=None,
-        fresh=none.bool(),
+        lag_zero=none.bool(),
         **integers,
         **floats,
     )

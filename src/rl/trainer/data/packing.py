@@ -128,7 +128,7 @@ def to_micro_batch(
         token_index=by_token(np.arange(starts[index], starts[index] + n) for index, n in places),
         envs=by_item([envs.index(sample.env) for sample in samples]),
         teacher_logprobs=teacher,
-        fresh=by_token(sample.versions == batch.step - 1 for sample in samples),
+        lag_zero=by_token(sample.versions == batch.step - 1 for sample in samples),
         # if the sampler gave those of all items
         routes=torch.from_numpy(np.concatenate(routes)) if len(routes) == len(items) else None,
     )

@@ -78,7 +78,7 @@ class LossTerms:
     """Float32 with gradient, to be weighted and summed; 0 where one of the masks on r applies."""
     clipped: Tensor
     """Bool: the loss's own clip removes the token's gradient."""
-    outside: Tensor
+    masked: Tensor
     """Bool: one of the masks on r excludes the token; MASKED in the token log."""
     ratio: Tensor
     """r."""
@@ -94,9 +94,9 @@ class LossTerms:
 
     @property
     def without_gradient(self) -> Tensor:
-        """Bool: the policy term has no gradient at the token, clipped or outside;
+        """Bool: the policy term has no gradient at the token, clipped or masked;
         `masked_fraction` counts these."""
-        return self.clipped | self.outside
+        return self.clipped | self.masked
 
 
 def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunction) -> LossTerms:
@@ -122,14 +122,14 @@ def compute_loss(inputs: LossInputs, config: LossSettings, function: LossFunctio
             "the entropies have no gradient"
         )
         loss = loss - config.entropy_coefficient * inputs.entropies
-    log_mismatch = mismatch(inputs)
-    excluded = outside_masks(inputs, config, log_mismatch)
+    log_ratios = log_mask_ratio(inputs)
+    masked = masked_tokens(inputs, config, log_ratios)
     return LossTerms(
-        loss=torch.where(excluded, 0.0, loss),
+        loss=torch.where(masked, 0.0, loss),
         clipped=clipped,
-        outside=excluded,
+        masked=masked,
         ratio=log_ratio(inputs).detach().exp(),
-        kl=k3(log_mismatch),
+        kl=k3(log_ratios),
         reference_kl=None if kl is None else kl.detach(),
         update_kl=None if inputs.old_logprobs is None else k3(log_update(inputs).detach()),
     )
@@ -147,7 +147,7 @@ def log_update(inputs: LossInputs) -> Tensor:
     )
 
 
-def mismatch(inputs: LossInputs) -> Tensor:
+def log_mask_ratio(inputs: LossInputs) -> Tensor:
     """Returns the log ratio [N] that masks act on, without gradient: log o - log q if o is
     known, else log r."""
     first = inputs.trainer_logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
@@ -167,16 +167,16 @@ def outside(log_values: Tensor, band: Band) -> Tensor:
     return (log_values < low) | (log_values > high)
 
 
-def outside_masks(inputs: LossInputs, config: LossSettings, log_r: Tensor) -> Tensor:
+def masked_tokens(inputs: LossInputs, config: LossSettings, log_r: Tensor) -> Tensor:
     """Returns [N] bool: the token's r, or the product or geometric mean of r over its sequence,
     lies outside its band.
 
     Tokens: IcePop (https://arxiv.org/abs/2510.18855). Sequences: masked importance sampling and the
     geometric mask (https://yingru.notion.site/271211a558b7808d8b12d403fd15edda).
     """
-    excluded = outside(log_r, config.token_mask)
+    masked = outside(log_r, config.token_mask)
     if config.sequence_mask != EVERYTHING:
-        excluded |= outside(inputs.sequence_sum(log_r), config.sequence_mask)[inputs.sequences]
+        masked |= outside(inputs.sequence_sum(log_r), config.sequence_mask)[inputs.sequences]
     if config.geometric_mask != EVERYTHING:
-        excluded |= outside(sequence_means(inputs, log_r), config.geometric_mask)[inputs.sequences]
-    return excluded
+        masked |= outside(sequence_means(inputs, log_r), config.geometric_mask)[inputs.sequences]
+    return masked

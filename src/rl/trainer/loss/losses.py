@@ -24,16 +24,16 @@ from rl.system.functions import UserFunction, returned
 from rl.trainer.loss.common import (
     LossFunction,
     LossInputs,
+    log_mask_ratio,
     log_ratio,
     log_update,
-    mismatch,
     sequence_means,
 )
 from rl.trainer.loss.kl import MAX_LOG_RATIO
 from rl.trainer.measure.memory import is_out_of_memory
 
 
-def nowhere(inputs: LossInputs) -> Tensor:
+def none_clipped(inputs: LossInputs) -> Tensor:
     """[N] bool: no token is clipped."""
     return torch.zeros_like(inputs.sequences, dtype=torch.bool)
 
@@ -54,7 +54,7 @@ def policy_gradient(inputs: LossInputs, config: PolicyGradientConfig) -> tuple[T
     weight = log_weight.exp().clamp(max=config.truncate)
     if config.importance == "none":
         weight = torch.ones_like(weight)
-    return -weight * inputs.advantages * inputs.trainer_logprobs, nowhere(inputs)
+    return -weight * inputs.advantages * inputs.trainer_logprobs, none_clipped(inputs)
 
 
 def clipped_surrogate(
@@ -82,7 +82,11 @@ def sampler_weight(inputs: LossInputs, config: ClippedSettings) -> Tensor | floa
     clips bound p / o, and the mismatch of o and q gets its own, truncated weight
     (https://fengyao.notion.site/off-policy-rl). Without clip and truncation w p / o = r.
     """
-    return 1.0 if inputs.old_logprobs is None else mismatch(inputs).exp().clamp(max=config.truncate)
+    return (
+        1.0
+        if inputs.old_logprobs is None
+        else log_mask_ratio(inputs).exp().clamp(max=config.truncate)
+    )
 
 
 def clip(inputs: LossInputs, config: ClipConfig) -> tuple[Tensor, Tensor]:
@@ -99,7 +103,7 @@ def cispo(inputs: LossInputs, config: CispoConfig) -> tuple[Tensor, Tensor]:
     weight = log_update(inputs).detach().exp().clamp(
         1.0 - config.clip_low, 1.0 + config.clip_high
     ) * sampler_weight(inputs, config)
-    return -weight * inputs.advantages * inputs.trainer_logprobs, nowhere(inputs)
+    return -weight * inputs.advantages * inputs.trainer_logprobs, none_clipped(inputs)
 
 
 def gspo(inputs: LossInputs, config: GspoConfig) -> tuple[Tensor, Tensor]:
@@ -119,7 +123,7 @@ def gspo(inputs: LossInputs, config: GspoConfig) -> tuple[Tensor, Tensor]:
     s = sequence_means(inputs, log_r.detach()).exp()[inputs.sequences]
     loss, clipped = clipped_surrogate(s * (log_r - log_r.detach()).exp(), inputs.advantages, config)
     if inputs.old_logprobs is not None:
-        weight = sequence_means(inputs, mismatch(inputs)).exp().clamp(max=config.truncate)
+        weight = sequence_means(inputs, log_mask_ratio(inputs)).exp().clamp(max=config.truncate)
         loss = weight[inputs.sequences] * loss
     return loss, clipped
 
@@ -148,12 +152,12 @@ def dro(inputs: LossInputs, config: DroConfig) -> tuple[Tensor, Tensor]:
     (https://arxiv.org/abs/2405.19107), with an advantage in place of reward minus learned value."""
     log_r = log_ratio(inputs)
     loss = 0.5 * config.beta * log_r.square() - inputs.advantages * inputs.trainer_logprobs
-    return loss, nowhere(inputs)
+    return loss, none_clipped(inputs)
 
 
 def cross_entropy(inputs: LossInputs, config: CrossEntropyConfig) -> tuple[Tensor, Tensor]:
     """-A log p, whatever the sampler."""
-    return -inputs.advantages * inputs.trainer_logprobs, nowhere(inputs)
+    return -inputs.advantages * inputs.trainer_logprobs, none_clipped(inputs)
 
 
 @cache

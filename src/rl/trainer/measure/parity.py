@@ -140,7 +140,7 @@ class ParityWatch:
         sums = ParitySums(world.device)
         for row in pack(TrainBatch(step=step + 1, samples=samples)).micro_batches:
             part = row.to(world.device)
-            sums.add(differences(model, part, world), part.fresh)
+            sums.add(differences(model, part, world), part.lag_zero)
         metrics = self.judge(sums.total(world), step)
         self.seen = False
         return metrics

@@ -57,14 +57,21 @@ class Statistics:
 
     @torch.no_grad()
     def add(
-        self, batch: MicroBatch, loss: Tensor, scores: Scores, terms: LossTerms, first: bool = True
+        self,
+        batch: MicroBatch,
+        loss: Tensor,
+        scores: Scores,
+        terms: LossTerms,
+        is_first_update: bool = True,
     ) -> None:
         """Adds a micro batch: its loss, and the values of its N tokens, each to the row of its
         environment.
 
-        Never waits for the device: sums are read once per step. `first`: the policy has not been
-        updated since the batch began. That policy is compared with the sampler, so later optimizer
-        steps add to the comparison only if its log-probabilities were kept.
+        Never waits for the device: sums are read once per step.
+
+        `is_first_update`: no optimizer step of this batch has run yet. The policy before that step
+        is compared with the sampler. Later steps add to the comparison only if its
+        log-probabilities were kept.
         """
         self.loss += loss
         if not len(terms.ratio):
@@ -72,26 +79,28 @@ class Statistics:
         if self.tokens:
             self.tokens.add(batch, scores, terms)
         nothing, log_ratio = torch.full_like(terms.ratio, math.nan), terms.ratio.log()
-        kl = terms.kl if first or terms.update_kl is not None else nothing
-        fresh_kl = torch.where(batch.fresh, kl, nothing)
+        kl = terms.kl if is_first_update or terms.update_kl is not None else nothing
+        lag_zero_kl = torch.where(batch.lag_zero, kl, nothing)
         columns = (
             scores.entropies,
-            fresh_kl,
-            torch.where(batch.fresh, nothing, kl),
+            lag_zero_kl,
+            torch.where(batch.lag_zero, nothing, kl),
             terms.ratio,
             terms.reference_kl,
             terms.update_kl,
             terms.without_gradient.float(),
         )
         values = torch.stack([nothing if x is None else x for x in columns], dim=1).double()
-        self.sums.index_add_(0, batch.envs, values.nan_to_num(0.0))
-        self.counts.index_add_(0, batch.envs, (~values.isnan()).double())
+        has_value = ~values.isnan()
+        # not nan_to_num, which makes a plausible number of an infinite one
+        self.sums.index_add_(0, batch.envs, torch.where(has_value, values, 0.0))
+        self.counts.index_add_(0, batch.envs, has_value.double())
         # nan: the sampler's is not known
         known = (~terms.ratio.isnan()).double()
         self.bins.index_put_((batch.envs, to_bin(log_ratio)), known, accumulate=True)
-        self.kl_max = torch.maximum(self.kl_max, fresh_kl.nan_to_num(0.0).max())
-        if first:
-            self.parity.add(log_ratio, batch.fresh & ~batch.logprobs.isnan())
+        self.kl_max = torch.maximum(self.kl_max, lag_zero_kl.nan_to_num(0.0).max())
+        if is_first_update:
+            self.parity.add(log_ratio, batch.lag_zero & ~batch.logprobs.isnan())
 
     def total_loss(self, world: World) -> float:
         """Returns the loss so far, summed over all ranks. Every rank calls this."""

@@ -46,7 +46,7 @@ class TokenColumns:
 
         Never waits for the device.
         """
-        ones, flags = torch.ones_like(terms.ratio), CLIPPED * terms.clipped + MASKED * terms.outside
+        ones, flags = torch.ones_like(terms.ratio), CLIPPED * terms.clipped + MASKED * terms.masked
         reference = torch.zeros_like(ones)
         if batch.reference_logprobs is not None:
             reference = batch.reference_logprobs

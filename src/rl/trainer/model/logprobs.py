@@ -28,7 +28,7 @@ FUSED_ON = ("cuda",)
 """Devices on which the work on logits is compiled instead, into one or two passes that keep no
 copies."""
 
-Score = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(some rows, their temperatures, indices into these rows, targets) -> (log-probabilities of the
 targets, entropies of the rows)."""
 
@@ -99,7 +99,12 @@ def head_logprobs(
 
 
 def in_chunks(
-    score: Score, inputs: Tensor, size: int, temperatures: Tensor, rows: Tensor, targets: Tensor
+    score: ScoreFunction,
+    inputs: Tensor,
+    size: int,
+    temperatures: Tensor,
+    rows: Tensor,
+    targets: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Applies `score` to all rows of `inputs`, `size` at a time; chunks keep nothing but their
     inputs for the backward pass."""

@@ -305,7 +305,7 @@ def row_of(
         wanted,
         *(zeros, zeros, numbers, numbers, numbers),
         teacher_logprobs=None,
-        fresh=zeros.bool(),
+        lag_zero=zeros.bool(),
     )
 
 

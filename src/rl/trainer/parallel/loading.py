@@ -127,9 +127,7 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
             if not isinstance(parameter, DTensor):
                 setattr(experts, leaf, reader.rows_of(experts, parameter))
     if missing := sorted(report["missing_keys"]):
-        few = ", ".join(missing[:5]) + (
-            f" and {len(missing) - 5} options" if len(missing) > 5 else ""
-        )
+        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise RunError(
             f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they "
             "complete, and of this model?"

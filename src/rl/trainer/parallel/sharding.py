@@ -224,7 +224,9 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
     # computes logits of one position anyway: every rank takes part in every collective
     if not len(predictors):
         predictors, temperatures = torch.zeros(1, dtype=torch.int64), torch.ones(1)
-    names = "targets logprobs advantages weights sequences token_index envs teacher_logprobs fresh"
+    names = (
+        "targets logprobs advantages weights sequences token_index envs teacher_logprobs lag_zero"
+    )
     columns = {name: getattr(batch, name) for name in names.split()}
     values = {name: x if x is None else x[tokens] for name, x in columns.items()}
     predictor_of = (kept.cumsum(0) - 1)[batch.predictor_of[tokens]]

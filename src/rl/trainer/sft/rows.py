@@ -128,7 +128,7 @@ def read_examples(
 def rows_of(
     source: DataSource, config: SftConfig
 ) -> Callable[[], Iterator[tuple[str, dict[str, Any]]]]:
-    """Returns a function that reads a data set from its beginning: it yields the where and the
+    """Returns a function that reads a data set from its beginning: it yields the place and the
     content of each row. Raises RunError."""
     files = files_of(source)
     if files is not None:
@@ -144,7 +144,7 @@ def rows_of(
 
 def refuse_split(source: DataSource, config: SftConfig) -> None:
     """Raises RunError if a part is wanted of a file or a data set that has none: the whole would
-    be read in its where."""
+    be read in its place."""
     setting, wanted = "sft.validation_split", config.validation_split
     if source.key == "sft.dataset":
         setting, usual = "sft.split", SftConfig.model_fields["split"].default
@@ -282,7 +282,7 @@ def task_of(row: dict[str, Any], otherwise: str) -> str:
 
 
 def example_of(row: dict[str, Any], where: str, config: SftConfig) -> ChatExample:
-    """Makes an example from a row's columns. Raises RunError with the row's where if its shape
+    """Makes an example from a row's columns. Raises RunError with the row's place if its shape
     is wrong, or a part would be ignored."""
     columns = config.columns
     tools = tools_in(row.get(columns.tools), f"{where}: {columns.tools}")

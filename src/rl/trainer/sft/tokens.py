@@ -86,7 +86,8 @@ class Tokenizer:
         context = text_ids(self.tokenizer, prompt)
         answer = self.tokenizer.encode(completion, add_special_tokens=False)
         answer = [*answer, self.tokenizer.eos_token_id]
-        return context + answer, [False] * len(context) + [True] * len(answer)
+        ids = context + answer  # a prompt may have no token, and the first one follows none
+        return ids, [False] * max(1, len(context)) + [True] * (len(ids) - max(1, len(context)))
 
     def truncated(self, sample: Tokens, counts: Counter[str]) -> Tokens | None:
         """Returns the sample if it is not too long; otherwise cuts it or returns None, depending

@@ -2,10 +2,13 @@
 
 import errno
 import math
+import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -36,6 +39,11 @@ def require_space(directory: Path, tensors: Iterable[Tensor]) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file."""
+    """Writes a safetensors file. Raises an OSError again that the library has turned into text."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, path, metadata={"format": "pt"})
+    try:
+        save_file(whole, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if number := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        raise
