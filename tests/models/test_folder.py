@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoTokenizer, GenerationConfig
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.inference.weight_files import weight_files
@@ -46,6 +47,19 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "rl" / "models"
 
 
+def run_on(folder, **model) -> RLConfig:
+    """A run on the model of a folder."""
+    return RLConfig(
+        model={"name": str(folder)} | model, orchestrator={"environment": [{"id": "e"}]}
+    )
+
+
+def replace_text(path, text) -> None:
+    """Writes a file in place of a link."""
+    path.unlink(missing_ok=True)
+    path.write_text(text)
+
+
 def test_a_complete_folder_is_itself(model, monkeypatch):
     assert resolve_model(ModelConfig(name=str(model))) == str(model)
     monkeypatch.chdir(model.parent)
@@ -55,11 +69,7 @@ def test_a_complete_folder_is_itself(model, monkeypatch):
 def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     """One of another run, whose digests lie in it; a model without any is taken as it is."""
     digests = {"hash": HASH, "tensors": tensor_digests(model_files(folder)[0])}
-    config = RLConfig(
-        name="r",
-        model={"name": str(folder), "max_model_len": 1024},
-        orchestrator={"environment": [{"id": "e"}]},
-    )
+    config = run_on(folder, max_model_len=1024)
     assert sound_model(config) == str(folder)
     (folder / "digests.json").write_text(json.dumps(digests))
     assert sound_model(config) == str(folder)
@@ -77,11 +87,7 @@ def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
 
 def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monkeypatch):
     """vLLM would refuse it minutes later, and name a variable that allows it."""
-    config = RLConfig(
-        name="r",
-        model={"name": str(folder), "max_model_len": 1025},
-        orchestrator={"environment": [{"id": "e"}]},
-    )
+    config = run_on(folder, max_model_len=1025)
     with pytest.raises(
         RunError,
         match=r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set "
@@ -144,8 +150,7 @@ def test_what_a_folder_lacks_is_named(folder, file, words):
     ],
 )
 def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.json").write_text(text)
+    replace_text(folder / "tokenizer.json", text)
     with pytest.raises(RunError, match=f"{folder}/tokenizer.json: {fault}"):
         resolve_model(ModelConfig(name=str(folder)))
 
@@ -178,8 +183,7 @@ def test_chat_template(folder, cache, tmp_path):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    replace_text(folder / "tokenizer_config.json", json.dumps(config))
     with pytest.raises(RunError, match=r"no chat template; set --model\.chat_template to chatml"):
         resolve_model(ModelConfig(name=str(folder)))
     template = tmp_path / "chatml.jinja"
@@ -189,8 +193,6 @@ def test_chat_template(folder, cache, tmp_path):
     resolved = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
     assert os.path.dirname(resolved) == str(cache)
     assert resolve_model(ModelConfig(name=str(folder), chat_template=str(template))) == resolved
-    from transformers import AutoTokenizer
-
     assert (
         AutoTokenizer.from_pretrained(resolved).apply_chat_template([user("hi")], tokenize=False)
         == "hi!"
@@ -211,13 +213,9 @@ CHAT = [user("hi"), assistant("so")]
 def test_chatml_is_built_in(folder, cache, monkeypatch):
     """As ChatML's tokens are the model's own; a model without them ends messages as it ends
     texts, and begins with its own first token."""
-    from transformers import AutoTokenizer
-
     monkeypatch.chdir(folder)
     (folder / "chatml").write_text("a file of that name is ./chatml")
-    config = RLConfig.model_validate(
-        {"model": {"name": str(folder), "chat_template": "chatml"}}
-    ).with_absolute_paths()
+    config = run_on(folder, chat_template="chatml").with_absolute_paths()
     renderer = load_renderer(resolve_model(config.model), config.renderer)
     assert (
         renderer.render(CHAT)
@@ -230,8 +228,7 @@ def test_chatml_is_built_in(folder, cache, monkeypatch):
         text = (
             (folder / name).read_text().replace("<|im_end|>", "</s>").replace("<|im_start|>", "<s>")
         )
-        (folder / name).unlink()
-        (folder / name).write_text(text)
+        replace_text(folder / name, text)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model))
     assert (
         tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -262,9 +259,7 @@ def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, giv
     """Given ChatML, or with it in its own tokenizer, as Qwen3-0.6B-Base. The policy learns to
     end with <|im_end|>, and who loads its files stops where these say: vLLM's own routes,
     transformers, and whatever reads a version or an export."""
-    from transformers import AutoTokenizer, GenerationConfig
-
-    config = RLConfig.model_validate({"model": {"name": str(base), "chat_template": given}})
+    config = run_on(base, chat_template=given)
     folder = Path(resolve_model(config.model))
     assert folder.parent == cache and load_renderer(
         str(folder), config.renderer
@@ -284,8 +279,7 @@ def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, giv
 
 def test_the_tokens_at_which_vllm_stops_end_an_answer(base):
     """Those of generation_config.json, such as Llama's <|eom_id|>; else those of config.json."""
-    config = RLConfig.model_validate({"model": {"name": str(base)}})
-    assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 9]
+    config = run_on(base)
     (base / "generation_config.json").write_text('{"temperature": 0.6}')
     (base / "config.json").write_text('{"eos_token_id": 7}')
     assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 7]
@@ -352,8 +346,6 @@ def test_the_real_conversion():
     folder = cache_root() / "HuggingFaceTB--SmolLM2-135M-Instruct"
     if not folder.is_dir():
         pytest.skip("not converted on this machine: python -m rl.models.folder")
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert (
@@ -437,8 +429,7 @@ def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, 
     """transformers adds adapters that lie beside a model, vLLM does not; and neither takes
     shards without an index."""
     for name, text in change.items():
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).write_text(text)
+        replace_text(folder / name, text)
         if "model" in name:
             (folder / "model.safetensors").unlink()
     with pytest.raises(RunError, match=said):
@@ -453,12 +444,7 @@ def test_a_template_over_a_version_of_another_run(folder, cache):
         "files": {config.name: digest_of_file(config)},
     }
     (folder / "digests.json").write_text(json.dumps(content | {"made_by": {}}))
-    run = RLConfig.model_validate(
-        {
-            "model": {"name": str(folder), "chat_template": "chatml", "max_model_len": 64},
-            "orchestrator": {"environment": [{"id": "e"}]},
-        }
-    )
+    run = run_on(folder, chat_template="chatml", max_model_len=64)
     assert sound_model(run).startswith(str(cache))
 
 

@@ -21,6 +21,9 @@ from tests.models.conversations import (
     ADD,
     PARSED,
     QUESTION,
+    SURE,
+    THREE,
+    added,
     assistant,
     call_of,
     odd_ids,
@@ -90,7 +93,7 @@ def test_errors_name_the_remedy(tmp_path, plain_path, templated):
         CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}",
     )
     with pytest.raises(RendererError, match=r"user, assistant, user: long; .*model\.chat_template"):
-        strict.prompt_ids([QUESTION, assistant("3"), QUESTION])
+        strict.prompt_ids([QUESTION, THREE, QUESTION])
     with pytest.raises(RendererError, match="a user message has content of type image_url"):
         strict.prompt_ids([user([{"type": "image_url"}])])
 
@@ -142,9 +145,9 @@ def test_an_answer_of_glm_ends_with_the_token_that_begins_the_next_turn(tmp_path
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     renderer = load_renderer(str(tmp_path), RendererConfig(name=name, enable_thinking=thinks))
     assert renderer.stop_token_ids == ids
-    plain = renderer.answer_ids([QUESTION, assistant("3")])
+    plain = renderer.answer_ids([QUESTION, THREE])
     assert plain[-1] == ids[1] and renderer.until_stop(plain) == plain[:-1]
-    talk = [QUESTION, assistant("3"), QUESTION]
+    talk = [QUESTION, THREE, QUESTION]
     assert (
         renderer.next_prompt_ids(renderer.prompt_ids([QUESTION]) + plain, talk, 2).count(ids[1])
         == 2
@@ -165,7 +168,7 @@ def three_turns(renderer, end):
         'Again <tool_call>\n{"name": "add", "ar',
         "It is three.",
     ]
-    additions = [tool("1", "1"), user("Go on."), user("Sure?")]
+    additions = [tool("1", "1"), user("Go on."), SURE]
     messages, ids = [QUESTION], renderer.prompt_ids([QUESTION], [ADD])
     for turn, (text, addition) in enumerate(zip(spoken, additions, strict=True)):
         completion = odd_ids(renderer, text) + ([] if turn == 1 else [end])
@@ -173,17 +176,12 @@ def three_turns(renderer, end):
         num_old, before = len(messages), ids + completion
         messages.append(addition)
         ids = renderer.next_prompt_ids(before, messages, num_old, [ADD])
-        assert ids[: len(before)] == before
-        assert ids[len(before)] == end if turn == 1 else ids[len(before)] != end
-        role = (
-            "user\n<tool_response>\n1\n</tool_response>"
-            if turn == 0
-            else f"user\n{addition['content']}"
-        )
+        assert (ids[len(before)] == end) == (turn == 1)
+        said = addition["content"] if turn else "<tool_response>\n1\n</tool_response>"
         closed = "<|im_end|>" if turn == 1 else ""
         assert (
-            renderer.text(ids[len(before) :])
-            == f"{closed}\n<|im_start|>{role}<|im_end|>\n<|im_start|>assistant\n"
+            added(renderer, before, messages, num_old, [ADD])
+            == f"{closed}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
         )
     assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     return messages, ids
@@ -250,7 +248,7 @@ def test_a_rendered_message_is_read_back(smol, qwen, message):
 
 @pytest.mark.parametrize("name", ["auto", "template"])
 def test_thinking_is_kept_or_dropped_as_set(qwen, name):
-    ask = [QUESTION, assistant("3", reasoning_content="Hm."), user("Sure?")]
+    ask = [QUESTION, assistant("3", reasoning_content="Hm."), SURE]
     call = [QUESTION, assistant("", reasoning_content="Hm.", tool_calls=[call_of()])]
     call.append(tool("3", "1"))
     extended = {}
@@ -265,15 +263,10 @@ def test_thinking_is_kept_or_dropped_as_set(qwen, name):
             ids = renderer.next_prompt_ids(before, messages, 2, [ADD])
             extended[retention, messages[-1]["role"]] = ids is not None
             if ids:
-                tail = (
-                    "user\nSure?"
-                    if messages is ask
-                    else "user\n<tool_response>\n3\n</tool_response>"
-                )
-                assert ids[: len(before)] == before
+                tail = "Sure?" if messages is ask else "<tool_response>\n3\n</tool_response>"
                 assert (
-                    renderer.text(ids[len(before) :])
-                    == f"\n<|im_start|>{tail}<|im_end|>\n<|im_start|>assistant\n"
+                    added(renderer, before, messages, tools=[ADD])
+                    == f"\n<|im_start|>user\n{tail}<|im_end|>\n<|im_start|>assistant\n"
                 )
             if messages is call:
                 assert ids == renderer.prompt_ids(messages, [ADD])
@@ -292,17 +285,13 @@ def test_thinking_that_was_cut_off_is_closed(qwen, name, close):
     answer = renderer.parse(spoken, [ADD])
     assert (answer.content, answer.reasoning.strip(), answer.tool_calls) == ("", "Hm, one and", [])
     before = renderer.prompt_ids([QUESTION]) + spoken
-    ids = renderer.next_prompt_ids(before, [QUESTION, assistant_message(answer), user("Go on.")], 2)
-    assert ids[: len(before)] == before
+    talk = [QUESTION, assistant_message(answer), user("Go on.")]
     assert (
-        renderer.text(ids[len(before) :])
+        added(renderer, before, talk)
         == f"{close}<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     )
     faithful = qwen(name=name, thinking_retention="template")
-    assert (
-        faithful.next_prompt_ids(before, [QUESTION, assistant_message(answer), user("Go on.")], 2)
-        is None
-    )
+    assert faithful.next_prompt_ids(before, talk, 2) is None
 
 
 @pytest.mark.parametrize("name", ["auto", "template"])
@@ -311,10 +300,8 @@ def test_thinking_can_be_switched_off(qwen, name):
     prompt = renderer.prompt_ids([QUESTION])
     assert renderer.text(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     before = prompt + renderer.encode("3<|im_end|>")
-    ids = renderer.next_prompt_ids(before, [QUESTION, assistant("3"), user("Sure?")], 2)
-    assert ids[: len(before)] == before and renderer.text(ids).endswith(
-        "assistant\n<think>\n\n</think>\n\n"
-    )
+    tail = added(renderer, before, [QUESTION, THREE, SURE])
+    assert tail.endswith("assistant\n<think>\n\n</think>\n\n")
     assert renderer.parse(renderer.encode("3<|im_end|>"), prompt_ids=prompt).content == "3"
 
 

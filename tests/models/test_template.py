@@ -10,7 +10,19 @@ from rl.models.chat import RendererError, assistant_message
 from rl.models.renderer import build
 from rl.models.template import PLACEHOLDER
 from rl.models.tiny import CHAT_TEMPLATE, write_tokenizer
-from tests.models.conversations import ADD, GOOD, QUESTION, assistant, call_of, system, tool, user
+from tests.models.conversations import (
+    ADD,
+    GOOD,
+    QUESTION,
+    SURE,
+    THREE,
+    added,
+    assistant,
+    call_of,
+    system,
+    tool,
+    user,
+)
 
 QUOTES_ARGUMENTS = (
     "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role "
@@ -36,7 +48,7 @@ def test_a_template_that_is_not_chatml(plain_path, templated):
     )
     quoting = templated(plain_path, QUOTES_ARGUMENTS)
     assert type(quoting).__name__ == "TemplateRenderer" and quoting.supports_tools
-    messages = [QUESTION, assistant(None, tool_calls=[call_of()])]
+    messages = [QUESTION, SURE, THREE, assistant(None, tool_calls=[call_of()])]
     assert (
         '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
         in quoting.render(messages, [ADD])
@@ -45,7 +57,7 @@ def test_a_template_that_is_not_chatml(plain_path, templated):
 
 @pytest.mark.parametrize(
     "messages",
-    [[QUESTION], [system("Be brief."), QUESTION], [QUESTION, assistant("3"), user(" Sure? \n")]],
+    [[QUESTION], [system("Be brief."), QUESTION], [QUESTION, THREE, user(" Sure? \n")]],
 )
 def test_without_tools_the_ids_are_those_of_the_models_template(smol, messages):
     expected = smol.tokenizer.apply_chat_template(
@@ -84,9 +96,8 @@ def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
     end = "<|im_end|>"
     said = assistant(f"a{end}b", tool_calls=[call_of(f"f{end}", json.dumps({"a": end}))])
     before = [*smol.prompt_ids([QUESTION], [ADD]), 5, 2]
-    ids = smol.next_prompt_ids(before, [QUESTION, said, tool("no", "1")], 2, [ADD])
     tail = "\n<|im_start|>user\n<tool_response>\nno\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert ids[: len(before)] == before and smol.text(ids[len(before) :]) == tail
+    assert added(smol, before, [QUESTION, said, tool("no", "1")], tools=[ADD]) == tail
 
 
 @pytest.mark.parametrize(
@@ -99,7 +110,7 @@ def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
 )
 def test_a_template_that_rewrites_history_is_rendered_anew(plain_path, template, templated):
     renderer = templated(plain_path, template, name="template")
-    history = [QUESTION, assistant("3"), user("Sure?")]
+    history = [QUESTION, THREE, SURE]
     assert renderer.next_prompt_ids([*renderer.prompt_ids(history[:1]), 5, 2], history, 2) is None
     # the last old message is not an answer
     assert renderer.next_prompt_ids([5, 2], history, 1) is None
@@ -132,7 +143,7 @@ def test_a_prompt_that_opens_the_thinking(qwen, qwen_path, templated):
         "3",
     )
     ids = renderer.next_prompt_ids(
-        prompt + spoken, [QUESTION, assistant_message(answer), user("Sure?")], 2
+        prompt + spoken, [QUESTION, SURE, THREE, assistant_message(answer), SURE], 2
     )
     assert ids[: len(prompt + spoken)] == prompt + spoken and renderer.text(ids).endswith(
         "Sure?<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -194,7 +205,7 @@ def test_a_message_that_spells_our_placeholder_is_text(smol):
     between two turns."""
     asked = [user(f"What does {PLACEHOLDER}<|im_end|>x say?")]
     before = [*smol.prompt_ids(asked), *smol.encode("That."), smol.end_id]
-    chat = [*asked, assistant("That."), user("Sure?")]
+    chat = [*asked, assistant("That."), SURE]
     extended = smol.next_prompt_ids(before, chat, 2)
     assert extended is None or smol.text(extended) == smol.render(chat)
     assert smol.next_prompt_ids(before, [*chat[:2], user(PLACEHOLDER)], 2) is None
