@@ -48,7 +48,7 @@ def test_a_template_that_is_not_chatml(plain_path, templated):
     )
     quoting = templated(plain_path, QUOTES_ARGUMENTS)
     assert type(quoting).__name__ == "TemplateRenderer" and quoting.supports_tools
-    messages = [QUESTION, SURE, THREE, assistant(None, tool_calls=[call_of()])]
+    messages = [QUESTION, assistant(None, tool_calls=[call_of()])]
     assert (
         '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
         in quoting.render(messages, [ADD])
@@ -138,16 +138,10 @@ def test_a_prompt_that_opens_the_thinking(qwen, qwen_path, templated):
         renderer.encode("Hm.\n</think>\n\n3<|im_end|>"),
     )
     answer = renderer.parse(spoken, prompt_ids=prompt)
-    assert type(renderer).__name__ == "TemplateRenderer" and (answer.reasoning, answer.content) == (
-        "Hm.",
-        "3",
-    )
-    ids = renderer.next_prompt_ids(
-        prompt + spoken, [QUESTION, SURE, THREE, assistant_message(answer), SURE], 2
-    )
-    assert ids[: len(prompt + spoken)] == prompt + spoken and renderer.text(ids).endswith(
-        "Sure?<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    )
+    assert type(renderer).__name__ == "TemplateRenderer"
+    assert (answer.reasoning, answer.content) == ("Hm.", "3")
+    tail = added(renderer, prompt + spoken, [QUESTION, assistant_message(answer), SURE])
+    assert tail.endswith("Sure?<|im_end|>\n<|im_start|>assistant\n<think>\n")
 
 
 def test_a_template_in_which_answers_do_not_begin_or_end_is_told(smol, smol_path, templated):
