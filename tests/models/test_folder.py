@@ -47,6 +47,10 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "rl" / "models"
 
 
+def resolved(folder, **model) -> str:
+    return resolve_model(ModelConfig(name=str(folder), **model))
+
+
 def run_on(folder, **model) -> RLConfig:
     """A run on the model of a folder."""
     return RLConfig(
@@ -61,9 +65,9 @@ def replace_text(path, text) -> None:
 
 
 def test_a_complete_folder_is_itself(model, monkeypatch):
-    assert resolve_model(ModelConfig(name=str(model))) == str(model)
+    assert resolved(model) == str(model)
     monkeypatch.chdir(model.parent)
-    assert resolve_model(ModelConfig(name="tiny")) == str(model)
+    assert resolved("tiny") == str(model)
 
 
 def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
@@ -137,7 +141,7 @@ def test_only_plain_positions_have_a_longest_sequence(config, longest):
 def test_what_a_folder_lacks_is_named(folder, file, words):
     (folder / file).unlink()
     with pytest.raises(RunError, match=f"not a complete Hugging Face model, it lacks {words}"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +156,7 @@ def test_what_a_folder_lacks_is_named(folder, file, words):
 def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault):
     replace_text(folder / "tokenizer.json", text)
     with pytest.raises(RunError, match=f"{folder}/tokenizer.json: {fault}"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 def test_a_delta_version_is_no_model(folder):
@@ -162,7 +166,7 @@ def test_a_delta_version_is_no_model(folder):
         match=rf"only what differs from the version before; `rl export RUN@{folder.name} --to DIR` "
         r"makes it whole",
     ):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 def test_a_missing_shard_is_named(folder):
@@ -170,13 +174,13 @@ def test_a_missing_shard_is_named(folder):
         json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})
     )
     with pytest.raises(RunError, match=r"it lacks model-00002\.safetensors"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "no such thing"])
 def test_no_folder_and_no_id(name):
     with pytest.raises(RunError, match=f"model.name = '{name}'"):
-        resolve_model(ModelConfig(name=name))
+        resolved(name)
 
 
 def test_chat_template(folder, cache, tmp_path):
@@ -185,25 +189,24 @@ def test_chat_template(folder, cache, tmp_path):
     config.pop("chat_template", None)
     replace_text(folder / "tokenizer_config.json", json.dumps(config))
     with pytest.raises(RunError, match=r"no chat template; set --model\.chat_template to chatml"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
     template = tmp_path / "chatml.jinja"
     with pytest.raises(RunError, match=r"model.chat_template = .*no such file"):
-        resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
+        resolved(folder, chat_template=str(template))
     template.write_text("{{ messages[0].content }}!")
-    resolved = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
-    assert os.path.dirname(resolved) == str(cache)
-    assert resolve_model(ModelConfig(name=str(folder), chat_template=str(template))) == resolved
+    target = resolved(folder, chat_template=str(template))
+    assert os.path.dirname(target) == str(cache)
+    assert resolved(folder, chat_template=str(template)) == target
     assert (
-        AutoTokenizer.from_pretrained(resolved).apply_chat_template([user("hi")], tokenize=False)
+        AutoTokenizer.from_pretrained(target).apply_chat_template([user("hi")], tokenize=False)
         == "hi!"
     )
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config | {"eos_token": "<|im_start|>"})
     )
-    corrected = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
+    corrected = resolved(folder, chat_template=str(template))
     assert (
-        corrected != resolved
-        and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
+        corrected != target and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
     )
 
 
@@ -271,9 +274,7 @@ def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, giv
     )
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 0, 9]
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2, 0, 9]
-    assert resolve_model(ModelConfig(name=str(folder))) == str(folder), (
-        "its versions say it themselves"
-    )
+    assert resolved(folder) == str(folder), "its versions say it themselves"
     assert AutoTokenizer.from_pretrained(base).eos_token == "<|endoftext|>"
 
 
@@ -393,13 +394,13 @@ def test_files_beside_the_model_are_not_the_model(folder):
         RunError,
         match=r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave",
     ):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert model_files(folder) == weight_files(folder) == [model]
     assert weights_digest(folder) == before
     index.write_text(json.dumps({"weight_map": {"a": "consolidated.safetensors"}}))
     with pytest.raises(RunError, match=r"lacks model.safetensors in its index"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +434,7 @@ def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, 
         if "model" in name:
             (folder / "model.safetensors").unlink()
     with pytest.raises(RunError, match=said):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 def test_a_template_over_a_version_of_another_run(folder, cache):

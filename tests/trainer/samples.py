@@ -51,6 +51,11 @@ def with_float32(folder: Path) -> Path:
     return folder
 
 
+def write_config(config: RLConfig) -> None:
+    """As `rl` writes it, for the processes of the run."""
+    write_file(config.run_dir.config, to_toml(config).encode())
+
+
 def run_config(root, model, steps: int, dtype: str, **trainer) -> RLConfig:
     """The settings of a run on the batches of these tests, which are written to its folder."""
     # the stub has no model
@@ -64,7 +69,7 @@ def run_config(root, model, steps: int, dtype: str, **trainer) -> RLConfig:
     config = RLConfig.model_validate(
         values | {"orchestrator": {"environment": [{"id": "test"}]}, "trainer": usual | trainer}
     )
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     return config
 
 

@@ -11,20 +11,19 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.inference.weight_files import trained_names
 from rl.launch.children import Children
 from rl.main import subcommand
 from rl.models.folder import weights_digest
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.files import write_file
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from tests.families import UNTIED, make_seeing_model
 from tests.models.hub_stub import TOKEN, HubStub
-from tests.trainer.samples import assert_equal, save_checkpoint, toy_step
+from tests.trainer.layouts import weights_of
+from tests.trainer.samples import assert_equal, save_checkpoint, toy_step, write_config
 from tests.web import serving
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
@@ -43,7 +42,7 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
         "trainer": {"optim": {"lr": 1e-2}, "attention": "eager"} | trainer,
     }
     config = RLConfig.model_validate(settings)
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     torch.manual_seed(0)
     model = load_policy(str(model_folder), config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
@@ -82,8 +81,7 @@ def load(folder, dtype="float32"):
 def test_a_checkpoint_gives_the_masters_and_what_was_published(model_folder, world, tmp_path):
     run_dir, model = make_run(tmp_path, model_folder, world)
     export(run_dir.root, "--to", tmp_path / "masters", "--dtype", "float32")
-    masters = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-    assert_equal(dict(load(tmp_path / "masters").named_parameters()), masters)
+    assert_equal(dict(load(tmp_path / "masters").named_parameters()), weights_of(model))
     for step in (2, 3):  # out of a checkpoint, and out of a version
         export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step))
         assert_equal(

@@ -10,29 +10,29 @@ import sys
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 import rl.trainer.main
 from rl.commands import serve_process
-from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
-from rl.config.trainer import OptimConfig
 from rl.launch.repair import repair
 from rl.records.run import Run
 from rl.run_dir.checksums import verify_version
-from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
 from rl.trainer.measure import tokens
-from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
-from tests.trainer.samples import assert_alike, assert_same_files, make_batch, run_config
+from tests.trainer.samples import (
+    assert_alike,
+    assert_same_files,
+    make_batch,
+    run_config,
+    write_config,
+)
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
@@ -210,22 +210,6 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
         assert ours.read_bytes() == theirs.read_bytes(), version
 
 
-def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
-    """And the checkpoint that two ranks wrote loads on one."""
-    config = make_config(tmp_path, tied_folder)
-    with StubOrchestrator(config.run_dir, batches()):
-        run_trainer(config, ranks=2)
-    assert_alike(config.run_dir, straight[0], STEPS)
-    ours = load_file(config.run_dir.weights(STEPS) / "model.safetensors")
-    model = load_policy(str(tied_folder), config.model, config.trainer, world)
-    optimizer = make_optimizer(model, OptimConfig())
-    newest = checkpoint.newest(config.run_dir.checkpoints, world)
-    assert checkpoint.load(newest, model, optimizer, world) == STEPS
-    assert all(
-        (weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters()
-    )
-
-
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_folder, tmp_path):
     """The other one ends at once, and the next start makes the version that was begun."""
     config = make_config(tmp_path, tied_folder)
@@ -278,7 +262,7 @@ def test_it_ends_before_it_trains_on_what_another_model_has_sampled(tied_folder,
     assert not read_metrics(config.run_dir.metrics), "no step was made"
     # then its log-probabilities are others, and the user was told
     config.orchestrator.sampling.top_p, config.max_steps = 0.5, 1
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     with StubOrchestrator(config.run_dir, batches(1)):
         run_trainer(config)
     assert read_metrics(config.run_dir.metrics)[1, "trainer"]["parity/agrees"] == 0.0

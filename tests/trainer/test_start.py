@@ -12,6 +12,7 @@ from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.model.dither import dither
 from rl.trainer.start import start
+from tests.trainer.layouts import weights_of
 from tests.trainer.samples import assert_equal, in_bfloat16, run_config, save_checkpoint
 
 
@@ -27,10 +28,6 @@ def started(root, folder, world, dtype="bfloat16", **trainer):
     found = start(config, world, str(folder), status)
     status.close()
     return found
-
-
-def weights_of(model):
-    return {name: parameter.full_tensor().cpu() for name, parameter in model.named_parameters()}
 
 
 def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoint_remain(

@@ -16,12 +16,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rl.config.command_line import build, load_config_or_exit, parse_args, to_toml
+from rl.config.command_line import build, load_config_or_exit, parse_args
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.records.run import Run
-from rl.run_dir.files import write_file
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.export import Origin, load
 from rl.trainer.model import lora
@@ -31,7 +30,7 @@ from rl.trainer.store import checkpoint, versions
 from tests.families import CONFIGS, SIZES
 from tests.trainer.layouts import whole
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
-from tests.trainer.samples import save_checkpoint, toy_step
+from tests.trainer.samples import save_checkpoint, toy_step, write_config
 
 RANK = 4
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -115,12 +114,8 @@ def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tm
         sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
         == ADAPTERS
     )
-    ours, theirs = (
-        logits_of(trained[0]),
-        logits_of(PeftModel.from_pretrained(plain(tied_folder), folder)),
-    )
-    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
-    assert (ours - logits_of(plain(tied_folder))).abs().max() > 0.1
+    theirs = logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
+    assert torch.allclose(logits_of(trained[0]), theirs, rtol=0, atol=1e-5)
 
 
 def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world, tmp_path):
@@ -134,20 +129,6 @@ def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world,
         plain(tied_folder, "bfloat16"), folder, autocast_adapter_dtype=False
     )
     assert torch.equal(logits_of(model), logits_of(theirs))
-
-
-def test_only_adapters_are_trained_and_have_optimizer_state(trained, tied_folder):
-    model, optimizer = trained
-    base = dict(plain(tied_folder).named_parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == ("lora_" in name)
-        if not parameter.requires_grad:
-            assert torch.equal(whole(parameter), base.pop(name.replace(".base_layer", ""))), name
-    assert not base
-    moments = [
-        state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
-    ]
-    assert sum(moment.numel() * moment.element_size() for moment in moments) == 2 * 4 * ADAPTERS
 
 
 def test_without_adapters_it_is_the_base_model(trained, tied_folder, world):
@@ -302,7 +283,7 @@ def test_adapters_of_shared_experts_are_loaded_as_they_were_trained(tmp_path):
         "trainer": {"lora": True},
     }
     config = RLConfig.model_validate(values | {"orchestrator": {"environment": [{"id": "test"}]}})
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     model = plain(base)
     lora.add_adapters(model, LoraConfig(rank=RANK))
     for parameter in lora.trainable(model).values():

@@ -13,12 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl.config.command_line import to_toml
 from rl.config.loss import CrossEntropyConfig
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.files import CorruptFileError, write_file
+from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
@@ -35,6 +34,7 @@ from tests.trainer.samples import (
     pack_alone,
     plain_scores,
     sample_weights,
+    write_config,
 )
 from tests.trainer.test_departure import signal_in_step_3
 from tests.trainer.test_main import run_trainer
@@ -75,14 +75,17 @@ def make_config(root, model, **more) -> RLConfig:
         "model": {"name": str(model), "dtype": "float32"},
     }
     config = RLConfig.model_validate(values | {"sft": sft, "trainer": trainer} | more)
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     return config
 
 
-def source_of(root, model, **more) -> FromExamples:
-    config = make_config(root, model, **more)
-    prepare_data(config, str(model), lambda *_: None)
+def prepared(config) -> FromExamples:
+    prepare_data(config, config.model.name, lambda *_: None)
     return FromExamples(config, config.run_dir.data)
+
+
+def source_of(root, model, **more) -> FromExamples:
+    return prepared(make_config(root, model, **more))
 
 
 # Batches
@@ -140,8 +143,7 @@ def test_rows_of_one_prompt_are_on_one_side(tied_folder, tmp_path, row, tasks):
         tmp_path, tied_folder, sft={"dataset": str(data), "validation_fraction": 1 / tasks}
     )
     config.model.chat_template = "chatml"
-    prepare_data(config, str(tied_folder), lambda *_: None)
-    source = FromExamples(config, config.run_dir.data)
+    source = prepared(config)
     left, right = (
         {i % tasks for i in places.tolist()} for places in (source.places, source.held_out_places)
     )
@@ -300,7 +302,7 @@ def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
     nothing."""
     config = make_config(tmp_path, straight.model.name)
     shutil.copytree(straight.run_dir.root, config.run_dir.root, dirs_exist_ok=True)
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     shutil.rmtree(config.run_dir.checkpoint(6))
     shutil.rmtree(config.run_dir.weights(6))
     cut_metrics(config.run_dir.metrics, 4)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import unicodedata
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import datasets
@@ -99,6 +100,20 @@ def prepared(tmp_path, folder, *rows, renderer=None, max_model_len=1024, **sft):
     return [(example["tokens"], example["trained"]) for example in examples], manifest
 
 
+@pytest.fixture
+def chatml(folders, tmp_path):
+    """`prepared` with ChatML, each time in a folder of its own."""
+    numbers = count()
+    return lambda *rows, **settings: prepared(
+        tmp_path / f"made {next(numbers)}", folders / "chatml", *rows, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def renderer(folders):
+    return load_renderer(str(folders / "chatml"), RendererConfig())
+
+
 def as_text(renderer, sample):
     """The runs of trained and untrained text."""
     runs: list[tuple[bool, list[int]]] = []
@@ -172,23 +187,20 @@ def test_ids_are_those_of_a_rollout_that_says_the_same(
     assert samples == [played(renderer, messages, tools)]
 
 
-def test_what_is_trained_in_words(folders, tmp_path):
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
-    (sample,), _ = prepared(tmp_path / "all", folders / "chatml", {"messages": TWO_TURNS})
+def test_what_is_trained_in_words(chatml, renderer, folders, tmp_path):
+    (sample,), _ = chatml({"messages": TWO_TURNS})
     assert as_text(renderer, sample) == [
         (False, "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"),
         (True, "2<|im_end|>"),
         (False, "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"),
         (True, "Yes, 2.<|im_end|>"),
     ]
-    (last,), _ = prepared(
-        tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last"
-    )
+    (last,), _ = chatml({"messages": TWO_TURNS}, train="last")
     assert last[0] == sample[0] and as_text(renderer, last)[1:] == [(True, "Yes, 2.<|im_end|>")]
     split = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}
-    assert prepared(tmp_path / "split", folders / "chatml", split)[0] == [last]
+    assert chatml(split)[0] == [last]
     text = {"prompt": "What is 1 + 1?", "completion": "2"}
-    (short,), _ = prepared(tmp_path / "text", folders / "chatml", text)
+    (short,), _ = chatml(text)
     assert short == tuple(part[: len(short[0])] for part in sample)
     wanted = prepared(tmp_path / "b", folders / "thinks", {"messages": CALLS, "tools": [ADD]})[0]
     # the last is verifiers' form
@@ -307,7 +319,7 @@ def test_a_tokenizer_may_write_accents_in_one_form(folders, tmp_path):
     )
 
 
-def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
+def test_a_base_model_needs_no_template_for_text(chatml, folders, tmp_path):
     row = {"prompt": "1 + 1 =", "completion": " 2"}
     (sample,), manifest = prepared(tmp_path / "base", folders / "base", row)
     encode = AutoTokenizer.from_pretrained(folders / "chatml").encode
@@ -316,7 +328,7 @@ def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
         [False] * 7 + [True] * 3,
     )
     assert manifest["style"] == "completion"
-    assert prepared(tmp_path / "chat", folders / "chatml", row, style="completion")[0] == [sample]
+    assert chatml(row, style="completion")[0] == [sample]
     (alone,), _ = prepared(tmp_path / "alone", folders / "base", {"prompt": "", "completion": "ab"})
     assert alone == (encode("ab<|im_end|>"), [False, True, True])
     with pytest.raises(RunError, match="needs a chat template"):
@@ -484,27 +496,24 @@ def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row,
     assert not make_config(tmp_path).run_dir.data.exists()
 
 
-def test_what_a_row_says_about_training_is_done(folders, tmp_path):
+def test_what_a_row_says_about_training_is_done(chatml, renderer):
     """Regression: weight and train of a message, a system text and a greeting were dropped, or
     refused without a place."""
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
     marked = [
         message | mark
         for message, mark in zip(
             TWO_TURNS, ({}, {"weight": 0}, {"weight": 0}, {"weight": 1}), strict=True
         )
     ]
-    (last,), _ = prepared(
-        tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last"
-    )
+    (last,), _ = chatml({"messages": TWO_TURNS}, train="last")
     for name, row in (
         ("weight", {"messages": marked}),
         ("train", {"messages": [TWO_TURNS[0], TWO_TURNS[1] | {"train": False}, *TWO_TURNS[2:]]}),
         ("both", {"messages": marked, "prompt": TWO_TURNS[:3], "completion": [TWO_TURNS[3]]}),
     ):
-        assert prepared(tmp_path / name, folders / "chatml", row)[0] == [last], name
+        assert chatml(row)[0] == [last], name
     greeting = [assistant("Hello!", weight=0), *TWO_TURNS[:2]]
-    (greeted,), _ = prepared(tmp_path / "greeting", folders / "chatml", {"messages": greeting})
+    (greeted,), _ = chatml({"messages": greeting})
     assert as_text(renderer, greeted) == [
         (
             False,
@@ -515,36 +524,30 @@ def test_what_a_row_says_about_training_is_done(folders, tmp_path):
     ]
     pair = {"prompt": "What is 1 + 1?", "completion": "2"}
     chat = {"messages": [system("Be short."), *TWO_TURNS[:2]]}
-    (with_system,), _ = prepared(
-        tmp_path / "system", folders / "chatml", pair | {"system": "Be short."}
-    )
-    assert prepared(tmp_path / "chat", folders / "chatml", chat)[0] == [with_system]
-    none = prepared(
-        tmp_path / "none",
-        folders / "chatml",
+    (with_system,), _ = chatml(pair | {"system": "Be short."})
+    assert chatml(chat)[0] == [with_system]
+    none = chatml(
         {"messages": TWO_TURNS[:2]},
         {"messages": [TWO_TURNS[0], marked[1]]},
     )
     assert len(none[0]) == 1 and none[1]["train"]["left_out"] == {"without an answer to train": 1}
 
 
-def test_a_part_of_the_prompt_that_is_not_read_is_refused_by_name(folders, tmp_path):
+def test_a_part_of_the_prompt_that_is_not_read_is_refused_by_name(chatml):
     """Regression: of Alpaca's rows the input was dropped in silence, and of rows with images the
     images."""
     columns = {"prompt": "instruction", "completion": "output"}
     row = {"instruction": "Translate", "input": "", "output": "Hund", "images": [], "history": None}
-    assert len(prepared(tmp_path / "empty", folders / "chatml", row, columns=columns)[0]) == 1
+    assert len(chatml(row, columns=columns)[0]) == 1
     for name, value in {"input": "dog", "images": ["dog.png"], "history": [["Hi", "Hi!"]]}.items():
         with pytest.raises(
             RunError,
             match=rf"data.jsonl:1: {name}: a column that is not read; write it into the messages "
             r".*, or remove it",
         ):
-            prepared(tmp_path / name, folders / "chatml", row | {name: value}, columns=columns)
+            chatml(row | {name: value}, columns=columns)
     assert len(
-        prepared(
-            tmp_path / "named",
-            folders / "chatml",
+        chatml(
             {"input": "dog", "output": "Hund"},
             columns=columns | {"prompt": "input"},
         )[0]
@@ -615,15 +618,14 @@ def rollout(task, reward, answer, **more):
     } | more
 
 
-def test_the_name_of_a_run_is_no_pattern(folders, tmp_path):
+def test_the_name_of_a_run_is_no_pattern(chatml, tmp_path):
     """Regression: nothing was found in a run whose name has brackets."""
     run = tmp_path / "runs [1]" / "lr=1e-5,x[2]*"
     write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 1.0, "a"))
-    assert len(prepared(tmp_path, folders / "chatml", dataset=str(run))[0]) == 1
+    assert len(chatml(dataset=str(run))[0]) == 1
 
 
-def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
+def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
     run = tmp_path / "outputs" / "x"
     write_rows(
         run / "rollouts" / "000001.jsonl",
@@ -648,9 +650,7 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))
 
     def answers(**settings):
-        samples, manifest = prepared(
-            tmp_path / str(len(list(tmp_path.iterdir()))),
-            folders / "chatml",
+        samples, manifest = chatml(
             dataset=str(run),
             **settings,
         )
@@ -671,14 +671,12 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     datasets.Dataset.from_list([rollout(5, 0.25, "e"), rollout(6, 1.0, "g")]).to_parquet(
         run / "x.parquet"
     )
-    saved = prepared(
-        tmp_path / "p", folders / "chatml", dataset=str(run / "x.parquet"), min_reward=0.5
-    )
+    saved = chatml(dataset=str(run / "x.parquet"), min_reward=0.5)
     assert saved[1]["train"]["left_out"] == {"rollouts with a reward below 0.5": 1}
     with pytest.raises(
         RunError, match="the reward is nan, but a rollout's reward must be a number"
     ):
-        prepared(tmp_path / "n", folders / "chatml", rollout(7, float("nan"), "i"), min_reward=0.5)
+        chatml(rollout(7, float("nan"), "i"), min_reward=0.5)
     best = rows.best_rollouts
 
     def then_compressed(*args):
@@ -690,22 +688,18 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     assert answers(max_per_task=1)[0] == "bhi"
     other = {"messages": TWO_TURNS, "reward": 1}
     with pytest.raises(RunError, match=r"1: sft.min_reward and sft.max_per_task .* lacks outcome"):
-        prepared(tmp_path / "y", folders / "chatml", other, min_reward=0.5)
+        chatml(other, min_reward=0.5)
 
 
 WORKED = [user("1 + 1?"), assistant("2"), *TWO_TURNS]
 """A worked example, and two turns of the policy."""
 
 
-def test_worked_examples_of_a_rollouts_prompt_are_never_trained(folders, tmp_path):
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
-    tries = iter(range(9))
+def test_worked_examples_of_a_rollouts_prompt_are_never_trained(chatml, renderer):
 
     def trained(settings=None, **line):
         row = rollout(1, 1.0, "") | {"messages": WORKED, "num_turns": 2} | line
-        samples, manifest = prepared(
-            tmp_path / f"try{next(tries)}", folders / "chatml", row, **settings or {}
-        )
+        samples, manifest = chatml(row, **settings or {})
         return "".join(
             text
             for sample in samples
@@ -780,8 +774,8 @@ def test_hugging_face_datasets(folders, tmp_path):
             prepared(tmp_path / "d", folders / "chatml", dataset=str(dataset), **settings)
 
 
-def test_tools_that_are_called_but_not_defined_are_a_warning(folders, tmp_path):
-    _, manifest = prepared(tmp_path, folders / "chatml", {"messages": CALLS})
+def test_tools_that_are_called_but_not_defined_are_a_warning(chatml):
+    _, manifest = chatml({"messages": CALLS})
     assert manifest_lines(manifest)[-1].startswith(
         "warning: examples call tools, but have no tool definitions"
     )
