@@ -60,24 +60,13 @@ def worker_python() -> str:
 
 def run_tests(verifiers: str, *arguments: str) -> int:
     """How many tests pass in a home with a version of verifiers; all that are run have to."""
-    command = [
-        str(interpreter(verifiers)),
-        "-m",
-        "pytest",
-        "-q",
-        "--noconftest",
-        "-c",
-        os.devnull,
-        f"--rootdir={ROOT}",
-        "-p",
-        "no:cacheprovider",
-    ]
+    flags = f"-q --noconftest -c {os.devnull} --rootdir={ROOT} -p no:cacheprovider --timeout=120"
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     # compiling what they import takes as long as the tests
     for name in ("PYTEST_ADDOPTS", "PYTHONDONTWRITEBYTECODE"):
         env.pop(name, None)
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", "--timeout=120", *arguments],
+        [interpreter(verifiers), "-m", "pytest", *flags.split(), *arguments],
         cwd=ROOT,
         env=env,
         capture_output=True,

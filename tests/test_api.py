@@ -35,15 +35,10 @@ def test_a_configuration_from_python_is_the_one_of_the_command_line(tmp_path):
         "trainer__checkpoint__interval_s": float("inf"),
     }
     found = build(parse_args(api.arguments(TABLES, settings, tmp_path)))
-    assert (
-        found.trainer.optim.lr,
-        found.max_steps,
-        found.trainer.loss.type,
-        found.trainer.optim.betas,
-    ) == (2e-6, 7, "clip", (0.8, 0.9))
-    assert found.orchestrator.environment[0].args == ENV[
-        "args"
-    ] and found.trainer.checkpoint.interval_s == float("inf")
+    optim = found.trainer.optim
+    assert (optim.lr, found.max_steps, optim.betas) == (2e-6, 7, (0.8, 0.9))
+    assert (found.trainer.loss.type, found.trainer.checkpoint.interval_s) == ("clip", float("inf"))
+    assert found.orchestrator.environment[0].args == ENV["args"]
     config = RLConfig.model_validate(TABLES)
     assert build(parse_args(api.arguments(config, {}, tmp_path))) == config
     given = api.arguments(

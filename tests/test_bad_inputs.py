@@ -50,10 +50,7 @@ def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Cas
         (tmp / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
         (tmp / "empty.jsonl").touch()
         (tmp / "sheet.jsonl").write_text("prompt,answer\nx,1\n")
-        (tmp / "array.jsonl").write_text('[{"prompt": "x"}]\n')
         (tmp / "texts.jsonl").write_text('{"text": "x", "answer": "1"}\n')
-        (tmp / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
-        (tmp / "blank.jsonl").write_text("\n \n")
         (tmp / "broken.jsonl").write_text(
             '{"prompt": "x", "answer": "1"}\n' * 5 + '{"prompt": "x"\n'
         )
@@ -142,11 +139,6 @@ KEYS = [
         "--group_size 4",
         "unknown key; did you mean orchestrator.group_size or orchestrator.environment.group_size?",
     ),
-    args(
-        "--temperature 1",
-        "did you mean orchestrator.sampling.temperature or orchestrator.environment",
-    ),
-    args("--seed.x 1", "seed = {'x': 1} (--seed.x)\n    Input should be a valid integer"),
     args("--seed 1 --seed.x 1", "seed.x = 1 (--seed.x)\n    `seed` is a value, not a table"),
     args("'--\x1b[31mred' 1", "'\\x1b[31mred' = 1 (--'\\x1b[31mred')\n    unknown key"),
     args(
@@ -163,10 +155,6 @@ KEYS = [
         "two values",
     ),
     args(
-        "--trainer.max_steps 5 --max_steps 6",
-        "trainer.max_steps = 5 (--trainer.max_steps) and max_steps = 6",
-    ),
-    args(
         "--learning_rate 1 --trainer.optim.lr 2",
         "learning_rate = 1 (--learning_rate) and trainer.optim.lr = 2",
     ),
@@ -177,9 +165,6 @@ VALUES = [
         "max_steps = 0 (--max_steps)\n    Input should be greater than or equal to 1",
     ),
     args(
-        "--max_steps many", "max_steps = 'many' (--max_steps)\n    Input should be a valid integer"
-    ),
-    args(
         "--max_steps 1000000",
         "max_steps = 1000000 (--max_steps)\n    Input should be less than or equal to 999999",
     ),
@@ -188,14 +173,10 @@ VALUES = [
         "(--orchestrator.batch_size)\n    is too large; give a number below 2^63",
     ),
     args("--max_steps nan", "max_steps = nan (--max_steps)\n    Input should be a finite number"),
-    args("--steps 0", "max_steps = 0 (--steps)"),
-    args("--seed -1", "seed = -1 (--seed)\n    Input should be greater than or equal to 0"),
     args(
         "--seed 4294967296", "seed = 4294967296 (--seed)\n    Input should be less than 4294967296"
     ),
     args("--seed", "seed (--seed)\n    needs a value: int"),
-    args("--name --seed 1", "name (--name)\n    needs a value: str"),
-    args("--trainer-gpus", "trainer.gpus (--trainer-gpus)\n    needs a value: int|list[int]"),
     args(
         "--trainer-gpus a,b",
         "trainer.gpus = 'a,b' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")",
@@ -205,33 +186,8 @@ VALUES = [
         "trainer.gpus = '²,1' (--trainer-gpus)\n    give a count (2) or a list of ids (\"0,1\")",
     ),
     args(
-        "--learning_rate -1",
-        "trainer.optim.lr = -1 (--learning_rate)\n    Input should be greater than 0",
-    ),
-    args(
-        "--model.dtype int4",
-        "model.dtype = 'int4' (--model.dtype)\n    Input should be 'bfloat16' or 'float32'",
-    ),
-    args("--trainer.optim.schedule step", "Input should be 'constant', 'linear' or 'cosine'"),
-    args(
         "--trainer.optim.betas '[0.9]'",
         "trainer.optim.betas = [0.9] (--trainer.optim.betas)\n    give two numbers: [0.5, 0.9]",
-    ),
-    args(
-        "--trainer.loss.token_mask 0.5",
-        "trainer.loss.token_mask = 0.5 (--trainer.loss.token_mask)\n    give two numbers",
-    ),
-    args(
-        "--trainer.optim.betas 0.9,1",
-        "trainer.optim.betas.1 = '1' (--trainer.optim.betas)\n    Input should be less than 1",
-    ),
-    args(
-        "--trainer.loss.token_mask 0.5,nan",
-        "trainer.loss.token_mask.1 = 'nan' (--trainer.loss.token_mask)\n    give a number",
-    ),
-    args(
-        "--trainer-gpus '[0, \"a\"]'",
-        "trainer.gpus.1 = 'a' (--trainer-gpus)\n    Input should be a valid integer",
     ),
     args(
         "--orchestrator.environment.args 3",
@@ -272,15 +228,7 @@ VALUES = [
     ),
     args("--model.name_or_path m", "unknown key; is called model.name here"),
     args("--qick", "--qick: there is no such flag; did you mean --quick?"),
-    args("--dryrun --seed 1", "--dryrun: there is no such flag; did you mean --dry-run?"),
-    args(
-        "--orchestrator.environment 3",
-        "orchestrator.environment = 3 (--orchestrator.environment)\n    give a list: [a, b]",
-    ),
     args("--output_dir ''", "output_dir = ''\n    is empty; give a folder, such as outputs"),
-    args(
-        "--output_dir 'a\x00b'", "output_dir = 'a\\x00b'\n    contains a NUL character; remove it"
-    ),
     args(
         "--output_dir 'a\udcffb'",
         "output_dir = 'a\\udcffb'\n    is not valid UTF-8; encode it as UTF-8",
@@ -329,10 +277,6 @@ COMBINATIONS = [
         "reward = 'r.py:f'\n    applies only to rows (dataset): a package has reward",
     ),
     args(
-        "--orchestrator.credit.type grop",
-        "orchestrator.credit.type = 'grop' (--orchestrator.credit.type)\n    give one of dr_grpo",
-    ),
-    args(
         "--orchestrator.environment.credit.epsilon 1",
         "is only valid with orchestrator.environment.credit.type = grpo",
     ),
@@ -360,14 +304,6 @@ COMBINATIONS = [
         "--orchestrator.environment.network false",
         "network = False\n    has an effect only in a sandbox: set isolation",
     ),
-    args(
-        "--orchestrator.environment.keys OPENAI_API_KEY",
-        "keys = ['OPENAI_API_KEY']\n    has an effect only in a sandbox: set isolation",
-    ),
-    args(
-        "--orchestrator.environment.read corpus",
-        "read = ['corpus']\n    has an effect only in a sandbox: set isolation",
-    ),
     args("--orchestrator.environment.isolation jail", "isolation = 'jail'"),
     args(
         f"{GROUPS} --trainer.minibatches 9",
@@ -378,14 +314,9 @@ COMBINATIONS = [
         "exceeds the 2 groups",
     ),
     args("--sft.dataset x.jsonl --trainer.minibatches 2", "lower sft.batch_size instead"),
-    args("--sft.dataset x.jsonl --trainer.epochs 2", "for passes over examples, set sft.epochs"),
     args(
         "--orchestrator.host ''",
         "orchestrator.host = '' (--orchestrator.host)\n    is not a valid address; give 127",
-    ),
-    args(
-        "--inference.host http://a",
-        "inference.host = 'http://a' (--inference.host)\n    is not a valid address",
     ),
     args(
         "--orchestrator.inference_urls 10.0.0.1:8000",
@@ -424,24 +355,9 @@ OUTSIDE = [
         "sheet.jsonl'\n    {tmp}/sheet.jsonl:1: not JSON (Expecting value",
     ),
     rows_and_reward(
-        "array.jsonl",
-        "rewards.py:exact",
-        "array.jsonl'\n    {tmp}/array.jsonl:1: a list; write one object a line",
-    ),
-    rows_and_reward(
         "texts.jsonl",
         "rewards.py:exact",
         "texts.jsonl'\n    {tmp}/texts.jsonl:1: no prompt or question, only text, answer",
-    ),
-    rows_and_reward(
-        "latin.jsonl",
-        "rewards.py:exact",
-        "latin.jsonl'\n    {tmp}/latin.jsonl:1: not JSON ('utf-8' codec",
-    ),
-    rows_and_reward(
-        "blank.jsonl",
-        "rewards.py:exact",
-        "blank.jsonl'\n    {tmp}/blank.jsonl: no rows; write one JSON object per line",
     ),
     rows_and_reward(
         "broken.jsonl",
@@ -514,14 +430,6 @@ NAMES = [
         "orchestrator.environment.0.name = None\n    '..' is part of file names: is not",
     ),
     args(
-        "--orchestrator.environment.id=@1",
-        "name = None\n    '' is part of file names: is not a valid file name",
-    ),
-    args(
-        "--orchestrator.environment.id 'a\nb'",
-        "'a\\nb' is part of file names: must not contain control characters",
-    ),
-    args(
         "--orchestrator.eval.id x --orchestrator.eval.name ../../etc/passwd",
         "orchestrator.eval.0.name = '../../etc/passwd'\n    '../../etc/passwd' is part",
     ),
@@ -535,9 +443,7 @@ COMMAND_LINES = [
         "stray", "stray: not understood; give files as `@ file.toml` and settings as `--key value`"
     ),
     args("--", "--: not understood"),
-    args("--=1", "--=1: not understood"),
     args("@", "@ needs a file name after it"),
-    args("--trainer @", "--trainer @ needs a file name after it"),
     args("--resume 1000000", "--resume 1000000: no such step; the highest possible step is 999999"),
     args("--resume '²'", "²: not understood"),
     args(f"--x {'[' * 20000}", "unknown key"),
@@ -571,12 +477,6 @@ FILES = [
         "max_steps: 3\n",
         lambda path: build(parse_args(["@", str(path)])),
         "column 10); write it as TOML: [section]",
-    ),
-    written(
-        "run.json",
-        '{"max_steps": 3}',
-        lambda path: build(parse_args(["@", str(path)])),
-        "column 1); write it as TOML: [section]",
     ),
     args("@/dev/zero", "/dev/zero: not a configuration file: larger than 16 MiB"),
     args("@ 'a\x00b'", "not readable as TOML: embedded null byte"),

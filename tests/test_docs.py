@@ -116,48 +116,31 @@ def place(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "environments", "scripts", "tests", "docs"):
         (folder / name).symlink_to(ROOT / name)
-    python = [block for page in PAGES for block in blocks(page.read_text(), "python")]
-    (folder / "tasks.jsonl").write_text('{"prompt": "What is 7 + 5?", "answer": "12"}\n')
-    (folder / "data.jsonl").write_text('{"prompt": "What is 7 + 5?", "completion": "12"}\n')
-    (folder / "rollouts.jsonl").write_text('{"reward": 1.0, "turns": []}\n')
-    (folder / "rewards.py").write_text(next(block for block in python if "def exact(" in block))
-    (folder / "my_loss.py").write_text(next(block for block in python if "def topr(" in block))
-    (folder / "run.toml").write_text(
-        '[orchestrator.environment]\nid = "e"\n[[orchestrator.eval]]\ninterval = 5\n'
-    )
-    (folder / "t.toml").write_text("learning_rate = 1e-6\n")
-    (folder / "o.toml").write_text('[environment]\nid = "e"\n')
-    (folder / "i.toml").write_text("port = 8000\n")
-    (folder / "held_out.jsonl").write_text((folder / "tasks.jsonl").read_text())
-    (folder / "first.toml").write_text(
-        next(
-            block
-            for page in PAGES
-            for block in blocks(page.read_text(), "toml")
-            if 'name = "first"' in block
-        )
-    )
-    (folder / "my_run.toml").write_text(
-        next(
-            block
-            for page in PAGES
-            for block in blocks(page.read_text(), "toml")
-            if "./environments/my_env" in block
-        )
-    )
+
+    def shown(language: str, part: str) -> str:
+        """The first block of a page with this in it."""
+        every = (block for page in PAGES for block in blocks(page.read_text(), language))
+        return next(block for block in every if part in block)
+
+    rows = '{"prompt": "What is 7 + 5?", "answer": "12"}\n'
+    for name, text in {
+        "tasks.jsonl": rows,
+        "held_out.jsonl": rows,
+        "data.jsonl": rows.replace("answer", "completion"),
+        "rollouts.jsonl": '{"reward": 1.0, "turns": []}\n',
+        "rewards.py": shown("python", "def exact("),
+        "my_loss.py": shown("python", "def topr("),
+        "run.toml": '[orchestrator.environment]\nid = "e"\n[[orchestrator.eval]]\ninterval = 5\n',
+        "t.toml": "learning_rate = 1e-6\n",
+        "o.toml": '[environment]\nid = "e"\n',
+        "i.toml": "port = 8000\n",
+        "first.toml": shown("toml", 'name = "first"'),
+        "my_run.toml": shown("toml", "./environments/my_env"),
+    }.items():
+        (folder / name).write_text(text)
     for name in ("x", "first", "learning_rate", "my_env-SmolLM2-135M-Instruct"):
-        config = build(
-            parse_args(
-                [
-                    "@",
-                    str(folder / "run.toml"),
-                    "--output_dir",
-                    str(folder / "outputs"),
-                    "--name",
-                    name,
-                ]
-            )
-        )
+        flags = f"@ {folder}/run.toml --output_dir {folder}/outputs --name {name}"
+        config = build(parse_args(flags.split()))
         (folder / "outputs" / name / "checkpoints" / "000040").mkdir(parents=True)
         (folder / "outputs" / name / "config.toml").write_text(to_toml(config))
     before = os.getcwd()

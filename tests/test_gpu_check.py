@@ -47,14 +47,8 @@ def check(tmp_path, *flags):
     """Exit code, the results by part, and what was printed."""
     (tmp_path / "sitecustomize.py").write_text(BLOCK.format(names=MISSING))
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    command = [
-        sys.executable,
-        str(SCRIPT),
-        "--tiny",
-        "--output",
-        str(tmp_path / "out.json"),
-        *flags,
-    ]
+    output = str(tmp_path / "out.json")
+    command = [sys.executable, str(SCRIPT), "--tiny", "--output", output, *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     return (
         done.returncode,
@@ -103,26 +97,17 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
         SimpleNamespace(PARTS={name: name for name in gpu_check.LIMITS}),
     )
     monkeypatch.setattr(gpu_check, "partial", lambda part, _: SimpleNamespace(func=part))
-    parts = [
-        flag
-        for name in ("gradients", "train_0.6B", "bare", "offload", "tree")
-        for flag in ("--only", name)
-    ]
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        [
-            "gpu_check.py",
-            "--tiny",
-            "--budget",
-            "200",
-            "--output",
-            str(tmp_path / "out.json"),
-            *parts,
-        ],
-    )
+
+    def run(*parts: str, budget: str = "") -> int:
+        flags = f"--tiny {budget} --output {tmp_path}/out.json"
+        only = "".join(f" --only {part}" for part in parts)
+        monkeypatch.setattr(sys, "argv", f"gpu_check.py {flags}{only}".split())
+        return gpu_check.main()
+
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert gpu_check.main() == 1 and limits == [
+    assert run(
+        "gradients", "train_0.6B", "bare", "offload", "tree", budget="--budget 200"
+    ) == 1 and limits == [
         gpu_check.LIMITS[name] for name in ("gradients", "train_0.6B", "bare", "tree")
     ]
     results = json.loads((tmp_path / "out.json").read_text())
@@ -141,12 +126,7 @@ def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, m
     assert "ms 1.5   [aim: ms <= 2]" in said and said.endswith(
         "The rest: python scripts/gpu_check.py --only offload\n"
     )
-    monkeypatch.setattr(
-        sys,
-        "argv",
-        ["gpu_check.py", "--tiny", "--output", str(tmp_path / "out.json"), "--only", "offload"],
-    )
-    assert gpu_check.main() == 1
+    assert run("offload") == 1
     later = json.loads((tmp_path / "out.json").read_text())
     assert later["offload"]["state"] == "done" and later["gradients"] == results["gradients"]
 

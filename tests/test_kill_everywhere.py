@@ -78,6 +78,16 @@ def points_of(trace: Path) -> list[tuple[str, int]]:
     return [(name, count) for name, count in Counter(names).items() if not name.startswith(SILENT)]
 
 
+WRITTEN = "write torn fsync rename fsync_dir done"
+"""The points of a file that is written."""
+
+
+def check_points(trace: Path, **kinds: str) -> None:
+    """A process came by all of these points."""
+    expected = {f"{kind}.{point}" for kind, points in kinds.items() for point in points.split()}
+    assert expected <= {name for name, _ in points_of(trace)}
+
+
 def chain_of(trace: Path) -> list[tuple[str, int]]:
     """(point, which time) to die at: each point at its first time, and then those next to a
     commit, if they come again, at their second."""
@@ -196,26 +206,17 @@ def test_the_orchestrator_killed_at_every_point(tmp_path, model, zygote, monkeyp
     traced = make_config(tmp_path / "traced", model, "--max_steps", "4", *flags)
     orchestrate(zygote, traced, [], str(tmp_path / "trace"))
     check_exactly_once(traced, {}, {})
+    check_points(
+        tmp_path / "trace",
+        **dict.fromkeys(("pending", "rollouts", "eval", "best"), WRITTEN),
+        batch=f"{WRITTEN} linked",
+        lease="linked",
+        **dict.fromkeys(("merged", "metrics"), "write torn done"),
+        answer="BatchReady Acknowledged",
+        answered="BatchReady RunEnded",
+    )
     names = {name for name, _ in points_of(tmp_path / "trace")}
-    assert {"batch.linked", "lease.linked", "merged.write", "merged.torn", "merged.done"} <= names
-    for kind in ("batch", "pending", "rollouts", "eval", "best"):
-        assert {
-            f"{kind}.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")
-        } <= names
-    assert {
-        "metrics.write",
-        "metrics.torn",
-        "metrics.done",
-        "http/load_weights",
-        "http/load_weights.answered",
-        "http/status",
-    } <= names
-    assert {
-        "answer.BatchReady",
-        "answered.BatchReady",
-        "answer.Acknowledged",
-        "answered.RunEnded",
-    } <= names
+    assert {"http/load_weights", "http/load_weights.answered", "http/status"} <= names
     # What comes at the end of a run, `orchestrator.end` too, is not reached in one that goes on.
     chain = chain_of(tmp_path / "trace")
     lives = [
@@ -241,39 +242,23 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_trainer_killed_at_every_point(tmp_path, model, zygote):
-    flags = [
-        "--trainer.checkpoint.interval",
-        "2",
-        "--trainer.weights.keep_last",
-        "1000",
-        "--trainer.micro_batch_tokens",
-        "128",
-    ]
+    given = "--trainer.checkpoint.interval 2 --trainer.weights.keep_last 1000"
+    flags = f"{given} --trainer.micro_batch_tokens 128".split()
     traced = make_config(tmp_path / "traced", model, "--max_steps", "6", *flags)
     with StubOrchestrator(traced.run_dir, [make_batch(step) for step in range(1, 7)]):
         log = tmp_path / "log"
         assert (
             zygote.live("trainer", traced.run_dir.config, log, trace=str(tmp_path / "trace")) == 0
         ), log.read_text()[-3000:]
-    names = {name for name, _ in points_of(tmp_path / "trace")}
-    assert {
-        f"weights.{place}" for place in ("fill", "saved", "fsync", "rename", "fsync_dir", "done")
-    } <= names
-    assert {
-        f"checkpoint.{place}"
-        for place in ("saved", "manifest", "fsync", "rename", "done", "remove", "removed")
-    } <= names
-    assert {
-        f"digests.{place}" for place in ("write", "torn", "fsync", "rename", "fsync_dir", "done")
-    } <= names
-    assert {
-        "metrics.torn",
-        "ask.GetBatch",
-        "asked.GetBatch",
-        "ask.Published",
-        "asked.Published",
-    } <= names
-    assert {"weights.cast", "weights.in_memory"} <= names
+    check_points(
+        tmp_path / "trace",
+        weights="fill saved fsync rename fsync_dir done cast in_memory",
+        checkpoint="saved manifest fsync rename done remove removed",
+        digests=WRITTEN,
+        metrics="torn",
+        ask="GetBatch Published",
+        asked="GetBatch Published",
+    )
     lives = chain_of(tmp_path / "trace")
     batches = [make_batch(step) for step in range(1, 2 * len(lives))]
     killed, straight = (

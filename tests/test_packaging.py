@@ -116,16 +116,7 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
             name.split("/")[1] for name in archive.getnames()
         }
     run(uv, "venv", "--quiet", "--python", sys.executable, env)
-    run(
-        uv,
-        "pip",
-        "install",
-        "--quiet",
-        "--python",
-        env / "bin" / "python",
-        f"{wheel}[cpu]",
-        cwd=root,
-    )
+    run(uv, *f"pip install --quiet --python {env}/bin/python {wheel}[cpu]".split(), cwd=root)
     rl = env / "bin" / "rl"
     assert run(rl, "--version") == f"rl {metadata.version(DISTRIBUTION)}\n" and "usage: rl " in run(
         rl, "--help"
@@ -142,22 +133,12 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
     (tmp_path / "rewards.py").write_text(
         "def length(completion):\n    return float(len(completion[-1]['content']) % 2)\n"
     )
-    run(
-        rl,
-        "--model",
-        model,
-        "--model.dtype",
-        "float32",
-        "--model.max_model_len",
-        "256",
-        "--name",
-        "tiny",
-        "--quick",
-        "--orchestrator.environment.dataset",
-        "tasks.jsonl",
-        "--orchestrator.environment.reward",
-        "rewards.py:length",
+    flags = (
+        f"--model {model} --model.dtype float32 --model.max_model_len 256 --name tiny --quick "
+        "--orchestrator.environment.dataset tasks.jsonl "
+        "--orchestrator.environment.reward rewards.py:length"
     )
+    run(rl, *flags.split())
     assert (
         tmp_path / "outputs" / "tiny-quick" / "weights" / "000002" / "model.safetensors"
     ).is_file()

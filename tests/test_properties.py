@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from rl.config.command_line import build, from_toml, parse_args, to_toml
 from rl.orchestrator.groups.pending import PendingLog
-from rl.run_dir import status
 from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_record
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.system.errors import ConfigError
-from rl.wire import messages
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.pending import ENCODER
@@ -67,29 +65,6 @@ def samples(draw: st.DrawFn) -> TrainingSample:
 
 
 BATCHES = st.builds(TrainBatch, step=st.integers(1, 10**6), samples=st.lists(samples(), max_size=4))
-VERSION = st.builds(messages.WeightVersion, st.integers(0, 10**6), TEXT)
-REQUESTS = st.one_of(
-    st.builds(messages.GetBatch, st.integers(1, 10**6)),
-    st.builds(messages.Published, VERSION),
-    st.builds(messages.GetProbe, st.integers(0, 10**6)),
-)
-STATUSES = st.builds(
-    status.RoleStatus, phase=st.sampled_from(status.Phase), step=INT64, detail=TEXT
-)
-REPLIES = st.one_of(
-    st.builds(messages.BatchReady, st.integers(0, 2**40), st.binary(min_size=16, max_size=16)),
-    st.builds(messages.NotReady, STATUSES),
-    st.builds(messages.RunEnded, TEXT),
-    st.builds(messages.Acknowledged, INT64, st.lists(INT64, max_size=3)),
-    st.builds(messages.Probe, st.lists(samples(), max_size=2)),
-)
-
-
-@FEW
-@given(REQUESTS, REPLIES)
-def test_messages_arrive_as_they_were_sent(request, reply):
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=messages.Request) == request
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=messages.Reply) == reply
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ def call(name: str, **arguments: Any) -> str:
     return f"<call>{json.dumps({'name': name, 'arguments': arguments})}</call>"
 
 
+def text(ids: list[int]) -> str:
+    return "".join(map(chr, ids))
+
+
 class StubRenderer:
     """`role: content` a line, each closed by END; tools are named in front."""
 
@@ -41,7 +45,7 @@ class StubRenderer:
         return self.encode(self.bos + text)
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(map(chr, ids)).replace(END, "")
+        return text(ids).replace(END, "")
 
     def render(self, messages: list[Message]) -> str:
         lines = []
@@ -108,7 +112,7 @@ class StubServers:
         self.busy += 1
         self.peak = max(self.peak, self.busy)
         try:
-            said = self.reply("".join(map(chr, token_ids)))
+            said = self.reply(text(token_ids))
             said = await said if inspect.isawaitable(said) else said
         finally:
             self.busy -= 1

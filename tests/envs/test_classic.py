@@ -17,7 +17,6 @@ import verifiers as vf
 from aiohttp import web
 from datasets import Dataset
 from msgspec import structs
-from openai import AsyncOpenAI
 
 from rl.envs.classic.client import chat_message, completion_prompt
 from rl.envs.classic.environment import ClassicEnvironment, error_text
@@ -27,7 +26,7 @@ from rl.envs.worker import Worker
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
-from tests.envs.stub_policy import StubPolicy, call, order, played
+from tests.envs.stub_policy import StubPolicy, call, order, played, text
 from tests.web import WebServer
 
 NAN = float("nan")
@@ -47,10 +46,8 @@ def rubric(*funcs, weights=None):
     return vf.Rubric(funcs=list(funcs) or [exact], weights=weights)
 
 
-def single(*funcs, weights=None, **options):
-    return vf.SingleTurnEnv(
-        **({"dataset": rows(), "rubric": rubric(*funcs, weights=weights)} | options)
-    )
+def single(*funcs, weights=None, kind=vf.SingleTurnEnv, **options):
+    return kind(**({"dataset": rows(), "rubric": rubric(*funcs, weights=weights)} | options))
 
 
 class Chatty(vf.MultiTurnEnv):
@@ -72,13 +69,14 @@ def made(load_environment, reply=lambda prompt: "0", *, policy=None, **spec):
     )
 
 
-def text(ids):
-    return "".join(map(chr, ids))
-
-
 def only(rollouts):
     assert len(rollouts) == 1
     return rollouts[0]
+
+
+def rollout_of(*given, **options):
+    """The only rollout of one play of `made(...)`."""
+    return only(played(made(*given, **options)))
 
 
 def test_single_turn_keeps_the_turn_exactly():
@@ -114,7 +112,7 @@ def test_single_turn_keeps_the_turn_exactly():
 def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
     shown = [{"role": "user", "content": "say 9"}, {"role": "assistant", "content": "9"}]
     build = lambda **more: made(  # noqa: E731
-        lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=2, few_shot=shown, **more)
+        lambda: single(kind=Chatty, max_turns=2, few_shot=shown, **more)
     )
     rollout = only(played(build(system_prompt="digits")))
     assert [message["role"] for message in rollout.messages] == [
@@ -127,15 +125,13 @@ def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
     )
     assert (
         only(played(build())).num_prompt_messages == 3
-        and only(played(made(single()))).num_prompt_messages == 1
+        and rollout_of(single()).num_prompt_messages == 1
     )
 
 
 def test_multi_turn_is_append_only_and_reasoning_is_kept():
     replies = iter(["hm</think>a", "b", "2"])
-    env = made(
-        lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), lambda prompt: next(replies)
-    )
+    env = made(single(kind=Chatty, max_turns=3), lambda prompt: next(replies))
     rollout = only(played(env, task=2))
     assert rollout.reward == 1.0 and [text(turn.completion_ids) for turn in rollout.turns] == [
         "hm</think>a\x03",
@@ -251,41 +247,6 @@ def test_a_prompt_may_show_tool_calls():
     assert env.task("train", 0)["prompt"][1]["tool_calls"][0]["function"]["name"] == "add"
 
 
-def test_stateful_tools():
-    def write(text: str, page: list) -> str:
-        """Writes.
-
-        Args:
-            text: what to write
-            page: where to
-        """
-        page.append(text)
-        return f"{len(page)} written"
-
-    class Notebook(vf.StatefulToolEnv):
-        async def setup_state(self, state):
-            state["page"] = []
-
-        def update_tool_args(self, tool_name, tool_args, messages, state, **kwargs):
-            return tool_args | {"page": state["page"]}
-
-    def build():
-        env = Notebook(dataset=rows(), rubric=rubric(lambda state: len(state["page"])), max_turns=5)
-        env.add_tool(write, args_to_skip=["page"])
-        return env
-
-    env = made(build, lambda prompt: "done" if "2 written" in prompt else call("write", text="x"))
-    for rollout in played(env, num_episodes=2):  # each has a page of its own
-        assert (
-            rollout.reward == 2.0
-            and rollout.metrics["write_calls"] == 2.0
-            and len(rollout.turns) == 3
-        )
-    assert list(only(env.task("train", 0)["tools"])["function"]["parameters"]["properties"]) == [
-        "text"
-    ]
-
-
 def test_completion_style_continues_the_text():
     class Story(vf.MultiTurnEnv):
         async def env_response(self, messages, state, **kwargs):
@@ -295,9 +256,12 @@ def test_completion_style_continues_the_text():
     build = lambda: Story(  # noqa: E731
         dataset=data, rubric=rubric(lambda completion: 1.0), max_turns=2, message_type="completion"
     )
-    rollout = only(played(made(build, lambda prompt: " upon")))
+    env = made(build, lambda prompt: " upon")
+    env.policy.renderer.bos = "^"
+    rollout = only(played(env))
     first, second = rollout.turns
-    assert text(first.prompt_ids) == "Once" and text(second.prompt_ids) == "Once upon\x03 Then"
+    assert text(first.prompt_ids) == text(env.prompt_ids("train", 0)) == "^Once"
+    assert text(second.prompt_ids) == "^Once upon\x03 Then"
     assert [message["content"] for message in rollout.messages] == [
         "Once",
         " upon",
@@ -308,15 +272,6 @@ def test_completion_style_continues_the_text():
     assert (
         completion_prompt([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}])
         == "a\n\nb"
-    )
-
-
-def test_the_first_prompt_of_a_completion_environment_begins_with_bos():
-    data = Dataset.from_list([{"prompt": "Once", "answer": ""}])
-    env = made(single(lambda completion: 1.0, dataset=data, message_type="completion"))
-    env.policy.renderer.bos = "^"
-    assert (
-        text(only(played(env)).turns[0].prompt_ids) == text(env.prompt_ids("train", 0)) == "^Once"
     )
 
 
@@ -360,7 +315,7 @@ def test_one_failure_in_a_scored_group_is_all_of_its():
                 raise vf.SandboxError("gone")
 
     turn = iter(range(9))
-    rollouts = played(made(lambda: Flaky(dataset=rows(), rubric=rubric(relative))), num_episodes=3)
+    rollouts = played(made(single(relative, kind=Flaky)), num_episodes=3)
     assert {rollout.cause for rollout in rollouts} == {"environment"} and [
         len(rollout.turns) for rollout in rollouts
     ] == [1, 0, 1]
@@ -379,7 +334,7 @@ def test_an_exit_in_a_scored_group_is_its_failure():
             sys.exit(3)
 
     with pytest.raises(RuntimeError, match=r"called exit\(3\)"):
-        played(made(lambda: Leaves(dataset=rows(), rubric=rubric(relative))), num_episodes=3)
+        played(made(single(relative, kind=Leaves)), num_episodes=3)
 
     def leaves(completions) -> list[float]:
         exit()
@@ -465,7 +420,7 @@ def broken_with(value):
     ],
 )
 def test_a_reward_that_is_no_number_is_a_failure(value):
-    rollout = only(played(made(single(exact, broken_with(value)))))
+    rollout = rollout_of(single(exact, broken_with(value)))
     assert (
         rollout.cause == "reward"
         and rollout.error.startswith("reward function broken r")
@@ -478,7 +433,7 @@ def test_a_reward_that_is_no_number_is_a_failure(value):
     "value", [True, 1, np.float32(1), np.int64(1), np.bool_(True), np.ones(())]
 )
 def test_what_is_a_number(value):
-    rollout = only(played(made(single(broken_with(value)))))
+    rollout = rollout_of(single(broken_with(value)))
     assert (
         rollout.error is None and rollout.reward == 1.0 and type(rollout.metrics["broken"]) is float
     )
@@ -498,11 +453,6 @@ def test_a_rubric_of_ones_own_is_checked_too():
     assert only(played(env)).metrics == {"good": 2.0, "num_turns": 1.0}
 
 
-def test_without_a_reward_function_an_environment_is_played_unscored():
-    rollout = only(played(made(single(rubric=None), set_kwargs={"score_rollouts": False})))
-    assert rollout.error is None and rollout.reward == 0.0 and rollout.turns
-
-
 class Raises(vf.SingleTurnEnv):
     def __init__(self, error, **options):
         super().__init__(**{"dataset": rows(), "rubric": rubric()} | options)
@@ -513,7 +463,7 @@ class Raises(vf.SingleTurnEnv):
 
 
 def test_errors_of_the_environment():
-    rollout = only(played(made(lambda: Raises(vf.SandboxError("no room")))))
+    rollout = rollout_of(lambda: Raises(vf.SandboxError("no room")))
     assert (rollout.cause, rollout.error, rollout.stop) == (
         "environment",
         "SandboxError: no room",
@@ -573,17 +523,7 @@ def test_a_tool_that_stops_the_rollout():
     assert rollout.turns and rollout.messages[-1]["tool_calls"]
 
 
-def test_timeouts_in_generation_and_in_scoring():
-    async def slow(_):
-        await asyncio.sleep(9)
-
-    rollout = only(played(made(single(), slow, timeout_s=0.3)))
-    assert (
-        rollout.cause == "timeout"
-        and "generating the rollout took longer than 0.3 s" in rollout.error
-        and rollout.stop == "timeout"
-    )
-
+def test_a_timeout_in_scoring():
     async def long(completion):
         await asyncio.sleep(9)
 
@@ -594,7 +534,7 @@ def test_timeouts_in_generation_and_in_scoring():
         async def note(self, state):
             cleaned.append(state["trajectory_id"])
 
-    rollout = only(played(made(single(rubric=Cleans(funcs=[long])), timeout_s=0.3)))
+    rollout = rollout_of(single(rubric=Cleans(funcs=[long])), timeout_s=0.3)
     assert (
         rollout.cause == "timeout"
         and "scoring" in rollout.error
@@ -608,8 +548,8 @@ def test_the_environments_own_timeout_and_what_was_said_before():
         await asyncio.sleep(9 if "again" in prompt else 0)
         return "a"
 
-    build = lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3, timeout_seconds=0.3)  # noqa: E731
-    rollout = only(played(made(build, reply)))
+    build = lambda: single(kind=Chatty, max_turns=3, timeout_seconds=0.3)  # noqa: E731
+    rollout = rollout_of(build, reply)
     assert (rollout.cause, rollout.stop) == (
         "timeout",
         "timeout_reached",
@@ -619,33 +559,22 @@ def test_the_environments_own_timeout_and_what_was_said_before():
         and rollout.messages[-1]["content"] == "a"
         and rollout.num_prompt_messages == 1
     )
-    rollout = only(
-        played(
-            made(lambda: Chatty(dataset=rows(), rubric=rubric(), max_turns=3), reply, timeout_s=0.3)
-        )
-    )
-    assert (
-        rollout.cause == "timeout"
-        and len(rollout.turns) == 1
-        and rollout.messages[-1] == {"role": "assistant", "content": "a"}
-    )
-    assert rollout.num_prompt_messages == 1
+    rollout = rollout_of(single(kind=Chatty, max_turns=3), reply, timeout_s=0.3)
+    assert "generating the rollout took longer than 0.3 s" in rollout.error
+    assert (rollout.cause, rollout.stop) == ("timeout", "timeout") and len(rollout.turns) == 1
+    assert rollout.messages[-1]["content"] == "a" and rollout.num_prompt_messages == 1
 
 
 def test_overlong_is_no_error():
     def last(completion) -> float:
         return float(len(completion[-1]["content"]))
 
-    rollout = only(
-        played(made(single(last), policy=StubPolicy(lambda prompt: "x", max_model_len=10)))
-    )
+    rollout = rollout_of(single(last), policy=StubPolicy(lambda prompt: "x", max_model_len=10))
     assert (
         rollout.overlong and rollout.error is None and not rollout.turns and rollout.reward == 0.0
     )
-    build = lambda: Chatty(dataset=rows(), rubric=rubric(lambda completion: 0.5), max_turns=3)  # noqa: E731
-    rollout = only(
-        played(made(build, policy=StubPolicy(lambda prompt: "y" * 20, max_model_len=60)))
-    )
+    build = lambda: single(lambda completion: 0.5, kind=Chatty, max_turns=3)  # noqa: E731
+    rollout = rollout_of(build, policy=StubPolicy(lambda prompt: "y" * 20, max_model_len=60))
     assert rollout.overlong and rollout.error is None and len(rollout.turns) == 1
     assert (rollout.reward, rollout.stop) == (0.5, "prompt_too_long")
 
@@ -660,17 +589,17 @@ def test_truncation():
 
 
 def test_policy_failures_have_their_causes():
-    rollout = only(played(made(single(), lambda prompt: InferenceLostError("waited 9 s"))))
+    rollout = rollout_of(single(), lambda prompt: InferenceLostError("waited 9 s"))
     assert (rollout.cause, rollout.error) == ("inference", "waited 9 s")
-    rollout = only(played(made(single(), lambda prompt: ValueError("top_p out of range"))))
+    rollout = rollout_of(single(), lambda prompt: ValueError("top_p out of range"))
     assert (rollout.cause, rollout.error) == ("inference", "top_p out of range")
 
     class Forgets(Chatty):
         async def get_prompt_messages(self, state):
             return [vf.UserMessage(content=f"turn {len(state['trajectory'])}")]
 
-    build = lambda: Forgets(dataset=rows(), rubric=rubric(), max_turns=2)  # noqa: E731
-    assert len(only(played(made(build))).turns.chains) == 2  # no failure, but a new sample
+    build = lambda: single(kind=Forgets, max_turns=2)  # noqa: E731
+    assert len(rollout_of(build).turns.chains) == 2  # no failure, but a new sample
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     env = made(single(dataset=Dataset.from_list([{"prompt": image, "answer": ""}])))
     assert only(played(env)).cause == "environment" and "take the image out" in check_prompts(
@@ -689,9 +618,7 @@ def test_a_swallowed_policy_failure_is_still_one(error):
     def reply(prompt):
         return error if "judge this" in prompt else "0"
 
-    rollout = only(
-        played(made(lambda: Swallows(dataset=rows(), rubric=rubric(), max_turns=2), reply))
-    )
+    rollout = rollout_of(single(kind=Swallows, max_turns=2), reply)
     assert (rollout.cause, rollout.error) == ("inference", str(error))
 
 
@@ -706,9 +633,7 @@ def test_only_steps_of_the_trajectory_are_turns():
             return [vf.UserMessage(content=hint.message.content)]
 
     policy = StubPolicy(lambda prompt: "hinted" if "hint" in prompt else "0")
-    rollout = only(
-        played(made(lambda: Asks(dataset=rows(), rubric=rubric(), max_turns=2), policy=policy))
-    )
+    rollout = rollout_of(single(kind=Asks, max_turns=2), policy=policy)
     assert len(policy.servers.asked) == 3 and policy.servers.asked[1]["sampling"]["max_tokens"] == 3
     assert (
         policy.servers.asked[1]["sampling"]["temperature"] == 1.0
@@ -770,36 +695,6 @@ async def openai_server(answer):
         web.post("/v1/chat/completions", handle), web.post("/v1/completions", handle), path="/v1"
     ) as server:
         yield server.url
-
-
-def judged(base_url):
-    client = AsyncOpenAI(base_url=base_url, api_key="x", max_retries=0)
-    judge_rubric = vf.JudgeRubric(judge_client=client)
-
-    async def approved(judge, prompt, completion, answer, state):
-        return float("yes" in await judge(prompt, completion, answer, state))
-
-    judge_rubric.add_reward_func(approved)
-    return made(single(rubric=judge_rubric))
-
-
-def test_a_judge_that_works_and_one_that_is_down():
-    async def play():
-        async with openai_server(
-            lambda body: "yes" if "```\n0\n```" in body["messages"][0]["content"] else "no"
-        ) as base_url:
-            env = judged(base_url)
-            good = await env.play(order(0), 1)
-            bad = await env.play(order(1), 1)
-        return [*good[0], *bad[0], *(await env.play(order(0), 1))[0]]
-
-    good, also_good, down = asyncio.run(play())
-    # the response, "0", is in both judge's prompts
-    assert good.reward == 1.0 and also_good.reward == 1.0
-    assert (
-        down.cause == "reward"
-        and "reward function approved raised RuntimeError: Judge model API error" in down.error
-    )
 
 
 def at_endpoint(build, answer, **sampling):
@@ -910,9 +805,9 @@ def test_set_kwargs():
     env = made(single(), set_kwargs={"max_seq_len": 7, "timeout_seconds": 0.5})
     assert env.env.max_seq_len == 7 and env.env.timeout_seconds == 0.5
     build = lambda: vf.EnvGroup(  # noqa: E731
-        [Chatty(dataset=rows(), rubric=rubric(), max_turns=5), single()], ["a", "b"]
+        [single(kind=Chatty, max_turns=5), single()], ["a", "b"]
     )
-    assert len(only(played(made(build, set_kwargs={"max_total_completion_tokens": 3}))).turns) == 2
+    assert len(rollout_of(build, set_kwargs={"max_total_completion_tokens": 3}).turns) == 2
     for name, hint in (("max_turn", "did you mean max_turns"), ("zzz", "there are")):
         with pytest.raises(RunError, match=f"SingleTurnEnv has no such attribute; {hint}"):
             made(single(), set_kwargs={name: 1})
@@ -1030,7 +925,7 @@ def test_close_tears_down():
         async def note(self):
             torn.append(1)
 
-    env = made(lambda: Torn(dataset=rows(), rubric=rubric()))
+    env = made(single(kind=Torn))
     asyncio.run(env.close())
     assert torn == [1]
 

@@ -134,6 +134,14 @@ class NemoGym:
         await self.servers.aclose()
 
 
+FIVE = says("5", **tokens([1], [2]))
+
+
+def replying(*output, returns_tokens=True, **fields):
+    """A gym whose agents all reply the same."""
+    return NemoGym(lambda *_: reply(*output, **fields), returns_tokens=returns_tokens)
+
+
 class Servers:
     """Stands for InferenceServers."""
 
@@ -299,9 +307,7 @@ def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
 
 
 def test_a_rewritten_history_begins_a_new_sample(tmp_path):
-    gym = NemoGym(
-        lambda *_: reply(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6])))
-    )
+    gym = replying(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6])))
     turns = play(tmp_path, gym).turns
     assert [unpack_ids(turns.ids(chain)) for chain in range(len(turns.chains))] == [
         [1, 2],
@@ -315,7 +321,7 @@ def test_a_reward_that_is_no_finite_number_fails_the_rollout(tmp_path, reward):
         "reward",
         "not a finite number",
         tmp_path,
-        NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), reward=reward)),
+        replying(FIVE, reward=reward),
     )
 
 
@@ -391,19 +397,13 @@ def test_replies_without_tokens(tmp_path):
         "inference",
         "returns no token ids; .*vllm_model_for_training.yaml",
         tmp_path,
-        NemoGym(lambda *_: reply(says("5"))),
+        replying(says("5")),
     )
-    full = play(
-        tmp_path, NemoGym(lambda *_: reply(says(""), incomplete="max_output_tokens", reward=0.0))
-    )
+    full = play(tmp_path, replying(says(""), incomplete="max_output_tokens", reward=0.0))
     assert (full.turns, full.overlong, full.truncated) == ([], True, True)
     later = play(
         tmp_path,
-        NemoGym(
-            lambda *_: reply(
-                says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens"
-            )
-        ),
+        replying(says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens"),
     )
     assert (len(later.turns), later.overlong, later.turns[0].finish_reason) == (1, True, "stop")
     uneven = says(
@@ -414,14 +414,14 @@ def test_replies_without_tokens(tmp_path):
         r"model server: an answer's tokens, logprobs and policy versions differ in number: "
         r"\[1, 2\]",
         tmp_path,
-        NemoGym(lambda *_: reply(uneven)),
+        replying(uneven),
     )
 
 
 def test_an_answer_that_was_cut_off_is_truncated(tmp_path):
     rollout = play(
         tmp_path,
-        NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), incomplete="max_output_tokens")),
+        replying(FIVE, incomplete="max_output_tokens"),
     )
     assert (rollout.truncated, rollout.overlong, rollout.turns[0].finish_reason) == (
         True,
@@ -431,7 +431,7 @@ def test_an_answer_that_was_cut_off_is_truncated(tmp_path):
 
 
 def test_another_temperature_than_the_trainers_is_refused(tmp_path):
-    cool = NemoGym(lambda *_: reply(says("5", **tokens([1], [2])), temperature=0.6))
+    cool = replying(FIVE, temperature=0.6)
     assert play(tmp_path, cool, sampling={"temperature": 0.6}).reward == 1.0
     fails("environment", "sampled at temperature 0.6, not at the requested 1.0", tmp_path, cool)
 
@@ -460,11 +460,7 @@ def test_an_answer_that_a_server_remembers_has_its_exact_versions(tmp_path):
         VersionSpan(4, 1),
         VersionSpan(5, 1),
     ]
-    gym = NemoGym(
-        lambda *_: reply(
-            says("5", **tokens([1, 2], [3, 4])), says("6", **tokens([1, 2, 3, 4, 7], [8]))
-        )
-    )
+    gym = replying(says("5", **tokens([1, 2], [3, 4])), says("6", **tokens([1, 2, 3, 4, 7], [8])))
     rollout = play(tmp_path, gym, with_policy=ours)
     assert [turn.policy_versions for turn in rollout.turns] == [
         [VersionSpan(4, 1), VersionSpan(5, 1)],
@@ -494,9 +490,7 @@ def test_an_agent_that_asks_some_of_several_servers_has_the_versions_of_those(
 
 def test_a_gym_in_front_of_an_endpoint_is_played_without_tokens(tmp_path):
     other = policy(endpoint=Endpoint(base_url="http://elsewhere/v1", model="m"))
-    rollout = play(
-        tmp_path, NemoGym(lambda *_: reply(says("5")), returns_tokens=False), with_policy=other
-    )
+    rollout = play(tmp_path, replying(says("5"), returns_tokens=False), with_policy=other)
     assert (rollout.turns, rollout.num_tokens, rollout.reward) == ([], 7, 1.0)
 
 

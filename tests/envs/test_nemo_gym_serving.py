@@ -224,14 +224,11 @@ def test_the_sampling_of_a_row():
 def test_results_of_what_ended_badly():
     row = {"responses_create_params": {"input": [USER]}, "accuracy": "of the row"}
     said = [USER, {"role": "assistant", "content": "3"}]
-    good = Rollout(
-        text=said,
-        num_prompt_messages=1,
-        turns=[turn([1], [2])],
-        reward=0.5,
-        metrics={"accuracy": 1.0},
-    )
-    result = to_result(row, good)
+
+    def result_of(**fields):
+        return to_result(row, Rollout(text=said, num_prompt_messages=1, **fields))
+
+    result = result_of(turns=[turn([1], [2])], reward=0.5, metrics={"accuracy": 1.0})
     assert (result["reward"], result["accuracy"], result["metrics/accuracy"]) == (
         0.5,
         "of the row",
@@ -241,31 +238,16 @@ def test_results_of_what_ended_badly():
         result["response"]["incomplete_details"] is None
         and result["response"]["usage"]["total_tokens"] == 2
     )
-    cut = to_result(
-        row,
-        Rollout(text=said, num_prompt_messages=1, turns=[turn([1], [2], "length")], truncated=True),
-    )
+    cut = result_of(turns=[turn([1], [2], "length")], truncated=True)
     assert cut["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    full = to_result(
-        row,
-        Rollout(
-            text=said, num_prompt_messages=1, turns=[turn([1], [2])], truncated=True, overlong=True
-        ),
-    )
+    full = result_of(turns=[turn([1], [2])], truncated=True, overlong=True)
     assert [bool(item.get("generation_token_ids")) for item in full["response"]["output"]] == [
         True,
         False,
     ]
-    hidden = to_result(
-        row,
-        Rollout(
-            text=said, num_prompt_messages=1, turns=[turn([1], [2]), turn([5], [6])], reward=1.0
-        ),
-    )
+    hidden = result_of(turns=[turn([1], [2]), turn([5], [6])], reward=1.0)
     assert "reward" not in hidden and "shows 1 answers of 2" in hidden["error"]
-    failed = to_result(
-        row, Rollout(text=said, num_prompt_messages=1, error="KeyError: 'gold'", cause="reward")
-    )
+    failed = result_of(error="KeyError: 'gold'", cause="reward")
     assert "reward" not in failed
     with pytest.raises(RolloutError, match="KeyError: 'gold'") as caught:
         decode_reply(json.dumps(failed))

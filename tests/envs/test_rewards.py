@@ -16,10 +16,14 @@ from verifiers.rubrics.math_rubric import MathRubric
 
 from tests.envs import stub_policy
 from tests.envs.stub_policy import StubPolicy
-from tests.envs.test_classic import NAN, Chatty, exact, made, only, rows, rubric, single
+from tests.envs.test_classic import NAN, Chatty, exact, made, only, rubric, single
 from tests.waiting import until
 
 played = partial(stub_policy.played, run=asyncio.run)
+
+
+def rollout_of(*given, **options):
+    return only(played(made(*given, **options)))
 
 
 class MuteError(Exception):
@@ -50,7 +54,7 @@ def failing(value, name="broken"):
 
 
 def scored(own, reply="0", **options):
-    return only(played(made(single(rubric=own, **options), lambda prompt: reply)))
+    return rollout_of(single(rubric=own, **options), lambda prompt: reply)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +66,7 @@ def scored(own, reply="0", **options):
     ],
 )
 def test_what_has_no_text_and_no_value_is_a_failure_like_others(value, fault):
-    rollout = only(played(made(single(failing(value)))))
+    rollout = rollout_of(single(failing(value)))
     assert rollout.cause == "reward" and rollout.error.startswith(f"reward function broken {fault}")
 
     def both(completions) -> list[float]:
@@ -78,7 +82,7 @@ def test_what_an_environment_raises_needs_no_text_either():
         async def setup_state(self, state):
             raise vf.SandboxError from MuteError()
 
-    rollout = only(played(made(lambda: Raises(dataset=rows(), rubric=rubric()))))
+    rollout = rollout_of(single(kind=Raises))
     assert (rollout.cause, rollout.error) == (
         "environment",
         "SandboxError <- MuteError: <exception str() failed>",
@@ -107,7 +111,7 @@ def test_a_metric_counts_as_unread_only_at_the_end():
         ([failing(NAN), exact], [0.0, 1.0], "reward"),
         ([failing(NAN), exact], [0.0, 0.0], None),
     ):
-        rollout = only(played(made(single(*funcs, weights=weights))))
+        rollout = rollout_of(single(*funcs, weights=weights))
         assert (rollout.cause, "broken" in rollout.metrics) == (cause, False)
 
 
@@ -174,7 +178,7 @@ def test_a_function_that_is_added_while_the_environment_plays():
 
     assert (
         "reward function broken raised ConnectionError: no judge (at "
-        in only(played(made(lambda: Adds(dataset=rows(), rubric=rubric())))).error
+        in rollout_of(single(kind=Adds)).error
     )
 
 
@@ -184,7 +188,7 @@ def test_a_function_that_fails_while_the_environment_plays_fails_the_rollout():
             state["completion"] = []
             await self.rubric.score_rollout(state)
 
-    rollout = only(played(made(lambda: Peeks(dataset=rows(), rubric=rubric()))))
+    rollout = rollout_of(single(kind=Peeks))
     assert (
         rollout.cause == "reward"
         and "reward function exact raised IndexError: list index out of range" in rollout.error
@@ -287,7 +291,9 @@ def test_an_environment_without_rewards_says_so():
     why = "every reward of stub is 0, as no function has a weight or score_rollouts is false. "
     assert made(single()).notice == made(single(rubric=Delegates(rubric()))).notice == ""
     assert made(single(exact, weights=[0.0])).notice == why
-    assert made(single(rubric=None), set_kwargs={"score_rollouts": False}).notice == why
+    env = made(single(rubric=None), set_kwargs={"score_rollouts": False})
+    rollout = only(played(env))
+    assert env.notice == why and (rollout.error, rollout.reward) == (None, 0.0) and rollout.turns
     group = made(lambda: vf.EnvGroup([single(), single(exact, weights=[0.0])], ["good", "zero"]))
     assert group.notice == why.replace("stub", "zero/")
 
@@ -301,7 +307,7 @@ def test_an_environment_that_clears_its_trajectory_is_scored():
             return [vf.UserMessage(content="x" * 500)]
 
     env = made(
-        lambda: Clears(dataset=rows(), rubric=rubric(failing(0.5))),
+        single(failing(0.5), kind=Clears),
         policy=StubPolicy(lambda prompt: "y", max_model_len=200),
     )
     rollout = only(played(env))
@@ -389,9 +395,7 @@ def rubric_of(weighted):
 def test_a_reward_that_counts_is_that_of_a_healthy_rubric(of_groups):
     """Rubrics of up to four functions, in every form, with random weights, readers and failures."""
     draw = random.Random(7)
-    env = made(
-        Numbered(dataset=rows(), rubric=rubric(*([failing_group] if of_groups else [exact])))
-    )
+    env = made(single(*([failing_group] if of_groups else [exact]), kind=Numbered))
     seen = {"counts": 0, "failed": 0, "metric": 0}
     for _ in range(300):
         functions = [Function(draw, number, of_groups) for number in range(draw.randint(1, 4))]

@@ -78,6 +78,13 @@ def test_what_is_too_much_for_one_message_goes_in_several_and_too_long_a_rollout
     assert long.error.endswith("ValueError: 67 MiB of tokens and messages, 64 are allowed")
 
 
+def test_a_message_has_no_more_rollouts_than_the_pool_takes(monkeypatch):
+    """The pool stops a worker that sends more: the group would be played again, to no end."""
+    monkeypatch.setattr(worker, "MAX_ROLLOUTS", 3)
+    played = sent([Rollout(episode=i // 2) for i in range(4)])
+    assert [(reply.unfinished, len(reply.rollouts)) for reply in played] == [(1, 2), (0, 2)]
+
+
 def test_the_error_of_an_environment_that_does_not_load_has_a_bound(tmp_path):
     async def main():
         heard = asyncio.Queue()
@@ -246,6 +253,12 @@ async def cancels_itself():
     await asyncio.sleep(60)
 
 
+async def awaits_what_was_cancelled():
+    mine = asyncio.create_task(asyncio.sleep(9))
+    mine.cancel()
+    await mine
+
+
 async def outcome():
     raise OutcomeError("not so")
 
@@ -264,6 +277,7 @@ async def outcome():
         (number_as_agent, "reward", "the name of a metric or agent is of type int, not str"),
         (no_metrics, "environment", "TypeError: "),
         (cancels_itself, "environment", "it cancelled its own task"),
+        (awaits_what_was_cancelled, "environment", "or awaits "),
         (outcome, "environment", "OutcomeError: not so"),
     ],
 )

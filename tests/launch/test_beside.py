@@ -5,6 +5,7 @@ import sys
 
 from rl.launch import beside
 from rl.launch.beside import Beside
+from rl.run_dir.lease import lease_path
 from rl.run_dir.metrics import Merger, MetricsLog
 from tests.launch.test_curves import synthetic
 from tests.waiting import until
@@ -38,6 +39,22 @@ def test_a_picture_comes_with_news_and_its_process_goes_with_the_others(
     pictures.close()
     pictures.poll()
     assert said == [] and not list((tmp_path / "logs").iterdir())
+
+
+def test_no_picture_is_drawn_for_an_rl_that_has_lost_its_run(tmp_path, children, monkeypatch):
+    run_dir = synthetic(tmp_path)
+    lease = lease_path(run_dir.lock("rl"), 4)
+    lease.parent.mkdir(exist_ok=True)
+    lease.write_bytes(b"held")
+    pictures, said = start(run_dir, children, monkeypatch)
+    until(run_dir.curves.exists, 60)
+    lease.write_bytes(b"")
+    until(lambda: pictures.poll() or said, 60)
+    assert "has lost or given back its run" in pictures.loss or "exit code 1" in said[0]
+    before = run_dir.curves.stat().st_mtime_ns
+    MetricsLog(run_dir.metrics, "trainer").write(9, {"time/step": 1.0})
+    Merger(run_dir.metrics).merge()
+    assert run_dir.curves.stat().st_mtime_ns == before
 
 
 def test_one_that_fails_is_a_warning(tmp_path, children, monkeypatch):

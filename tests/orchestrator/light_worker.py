@@ -49,6 +49,10 @@ def start(pool: WorkerPool, monkeypatch, name: str = "light", workers: int = 1, 
         )
 
 
+def play(pool: WorkerPool, task: int, num_episodes: int = 1, *done: Any, **sampling: Any) -> Any:
+    return pool.play("light", "train", task, num_episodes, sampling, 0, *done)
+
+
 def run(tmp_path: Path, monkeypatch, work: Callable[[WorkerPool], Awaitable[T]], **args: Any) -> T:
     """Runs `work(pool)` with light workers; `args`: see `start`."""
 

@@ -371,7 +371,6 @@ def unwrap(error):
             ["--orchestrator.environment.args.fail load"],
             "load_environment raised KeyError: 'SOME_DATA_PATH'",
         ),
-        (["--orchestrator.environment.args.unknown 1"], "unexpected keyword argument 'unknown'"),
         (
             ["--orchestrator.environment.args.tasks 0"],
             "has no training examples; check its arguments",

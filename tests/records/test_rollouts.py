@@ -3,7 +3,6 @@ deleted or taken back."""
 
 import math
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -61,10 +60,9 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     by_version = {version: ids(rollouts) for version, rollouts in run.task("sums", 3).items()}
     assert by_version == {0: [(0, 0), (0, 1)], 1: second}
     sixth = found[5]
-    fields = ("kind", "step", "version", "env", "task", "reward", "why", "advantage")
-    assert [getattr(sixth, name) for name in fields] == [
-        *("train", 2, 1, "sums", 3, 0.5, "trained", 0.25)
-    ]
+    fields = {"kind": "train", "step": 2, "version": 1, "env": "sums", "task": 3, "reward": 0.5}
+    fields |= {"why": "trained", "advantage": 0.25}
+    assert {name: getattr(sixth, name) for name in fields} == fields
     assert (sixth["num_tokens"], sixth["outcome"], sixth.metrics) == (3, "finished", {"exact": 0.5})
     assert sixth.messages[1]["content"] == "four" and sixth.row["stop"] == "stop"
     assert "assistant: four" in sixth.text
@@ -137,27 +135,10 @@ def test_the_first_32_metrics_count_and_stay(run_dir):
         [group(4, [0.0, 1.0], metrics={f"m{i:02d}": 1.0 for i in range(40)} | {"exact": 0.25})],
     )
     assert run.rollouts(step=3).column("exact").tolist() == [0.25, 0.25]
-    assert run.rollouts().column("m30").tolist()[-2:] == [1.0, 1.0] and run.rollouts().metrics == [
-        "exact",
-        *(f"m{i:02d}" for i in range(31)),
-    ]
-    with pytest.raises(
-        RunError,
-        match=r"m31: rollouts have no such field \(of metrics the first 32 count\); there are: "
-        r"kind, .*m30",
-    ):
+    assert run.rollouts().column("m30").tolist()[-2:] == [1.0, 1.0]
+    assert run.rollouts().metrics == ["exact", *(f"m{i:02d}" for i in range(31))]
+    with pytest.raises(RunError, match=r"m31: .* \(of metrics the first 32 count\); .*m30"):
         run.rollouts(m31=1.0)
-
-
-def test_another_run_in_the_place_of_one_is_read_anew(run_dir):
-    for step in range(3, 8):
-        write_step(run_dir, step, [group(step, [0.0, 1.0], task=3)])
-    run = Run(run_dir.root)
-    assert len(run.rollouts()) == 18
-    shutil.rmtree(run_dir.rollouts_dir)  # as --clean does, while nobody asks
-    for step in range(1, 9):
-        write_step(run_dir, step, [group(100 + step, [0.0, 1.0], task=5, text="another answer")])
-    assert ids(run.rollouts()) == [(100 + step, i) for step in range(1, 9) for i in range(2)]
 
 
 def test_an_interrupt_while_files_are_read_loses_no_rollout(run_dir, monkeypatch):

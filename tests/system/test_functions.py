@@ -161,23 +161,36 @@ def test_files_of_one_name_are_modules_of_their_own(tmp_path):
         )
 
 
-def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path):
+@pytest.mark.parametrize(
+    ("stem", "form"),
+    [
+        ("helpers_of_this_test", "from helpers_of_this_test import of"),
+        ("others_of_this_test", "import math, others_of_this_test as others; of = others.of"),
+    ],
+)
+def test_a_file_beside_is_never_taken_for_one_of_another_folder(tmp_path, stem, form):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "helpers_of_this_test.py").write_text(f"of = '{folder}'\n")
-        (tmp_path / folder / "mine.py").write_text(
-            "from helpers_of_this_test import of\ndef told(a, b):\n    return of\n"
-        )
+        (tmp_path / folder / f"{stem}.py").write_text(f"of = '{folder}'\n")
+        (tmp_path / folder / "mine.py").write_text(f"{form}\ndef told(a, b):\n    return of\n")
     assert UserFunction("credit", f"{tmp_path}/a/mine.py:told", "group, config")(1, 2) == "a"
     with pytest.raises(
         RunError,
-        match=r"^filter .*/b/mine\.py:told imports helpers_of_this_test, and would get "
-        r".*/a/helpers_of_this_test\.py instead",
+        match=rf"^filter .*/b/mine\.py:told imports {stem}, and would get .*/a/{stem}\.py instead",
     ):
         UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")
-    shutil.copy(tmp_path / "a" / "helpers_of_this_test.py", tmp_path / "b")
+    shutil.copy(tmp_path / "a" / f"{stem}.py", tmp_path / "b")
     # the same
     assert UserFunction("filter", f"{tmp_path}/b/mine.py:told", "group, config")(1, 2) == "a"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
+def test_a_file_has_the_encoding_that_python_reads_in_it(tmp_path, encoding):
+    """Regression: it was read as UTF-8, and refused."""
+    text = f"# -*- coding: {encoding.removesuffix('-sig')} -*-\nword = 'é'\ndef f(x): return word\n"
+    (tmp_path / "own.py").write_text(text, encoding=encoding)
+    assert find_fault(f"{tmp_path}/own.py:f") == ""
+    assert UserFunction("key", f"{tmp_path}/own.py:f", "x")(1) == "é"
 
 
 def test_results():

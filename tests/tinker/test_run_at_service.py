@@ -48,29 +48,11 @@ class Programs:
 
     def serve(self, model: Path, port: int) -> tuple[subprocess.Popen, dict[str, str]]:
         """Starts the server, and returns what it prints for its clients once it is up."""
-        sizes = [
-            "--model.max_model_len",
-            "128",
-            "--model.dtype",
-            "float32",
-            "--serve.alias",
-            "tiny",
-            "--serve.port",
-            str(port),
-        ]
-        server = self.start(
-            "serve.out",
-            [
-                "serve",
-                "--model.name",
-                str(model),
-                *sizes,
-                "--name",
-                "s",
-                "--output_dir",
-                str(self.root),
-            ],
+        words = (
+            f"serve --model.name {model} --model.max_model_len 128 --model.dtype float32 "
+            f"--serve.alias tiny --serve.port {port} --name s --output_dir {self.root}"
         )
+        server = self.start("serve.out", words.split())
 
         def told() -> dict[str, str]:
             lines = [
@@ -104,41 +86,15 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
         "".join(json.dumps({"prompt": letter, "answer": letter}) + "\n" for letter in "abc")
     )
     (tmp_path / "rewards.py").write_text(REWARD)
-    environment = [
-        "dataset",
-        str(tmp_path / "rows.jsonl"),
-        "reward",
-        f"{tmp_path}/rewards.py:reward",
-    ]
-    command = [
-        "--model.name",
-        str(model),
-        "--model.max_model_len",
-        "128",
-        "--tinker.base_model",
-        "tiny",
-        "--trainer.backend",
-        "tinker",
-    ]
-    for key, value in zip(environment[::2], environment[1::2], strict=True):
-        command += [f"--orchestrator.environment.{key}", value]
-    command += [
-        "--orchestrator.sampling.max_tokens",
-        "8",
-        "--orchestrator.batch_size",
-        "16",
-        "--orchestrator.group_size",
-        "8",
-    ]
-    command += [
-        "--trainer.optim.lr",
-        "1e-3",
-        "--trainer.checkpoint.interval",
-        "2",
-        "--max_steps",
-        str(STEPS),
-    ]
-    command += ["--name", "r", "--output_dir", str(tmp_path)]
+    flags = (
+        f"--model.name {model} --model.max_model_len 128 --tinker.base_model tiny "
+        f"--trainer.backend tinker --orchestrator.environment.dataset {tmp_path}/rows.jsonl "
+        f"--orchestrator.environment.reward {tmp_path}/rewards.py:reward "
+        "--orchestrator.sampling.max_tokens 8 --orchestrator.batch_size 16 "
+        "--orchestrator.group_size 8 --trainer.optim.lr 1e-3 --trainer.checkpoint.interval 2 "
+        f"--max_steps {STEPS} --name r --output_dir {tmp_path}"
+    )
+    command = flags.split()
     lines = tmp_path / "r" / "metrics" / "trainer.jsonl"
 
     def trained(step: int) -> bool:

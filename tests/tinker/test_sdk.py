@@ -14,16 +14,7 @@ import pytest
 from rl.run_dir.status import read_status
 from tests.waiting import until
 
-SDK = [
-    "uv",
-    "run",
-    "--no-project",
-    "--isolated",
-    "--python",
-    sys.executable,
-    "--with",
-    "tinker==0.38.0",
-]
+SDK = f"uv run --no-project --isolated --python {sys.executable} --with tinker==0.38.0 python"
 STEPS = 5
 
 
@@ -39,14 +30,7 @@ def client(served: tuple[dict[str, str], Path], kills: dict[int, str]) -> list[d
     """Runs the client and returns what it told. `kills`: process to kill after a step."""
     env, root = served
     program = subprocess.Popen(
-        [
-            *SDK,
-            "python",
-            "-W",
-            "ignore",
-            str(Path(__file__).with_name("sdk_client.py")),
-            str(STEPS),
-        ],
+        [*f"{SDK} -W ignore {Path(__file__).with_name('sdk_client.py')} {STEPS}".split()],
         env=os.environ | env,
         stdout=subprocess.PIPE,
         text=True,
@@ -65,31 +49,11 @@ def client(served: tuple[dict[str, str], Path], kills: dict[int, str]) -> list[d
 @pytest.mark.proof
 @pytest.mark.timeout(900)
 def test_the_sdk_trains_samples_and_survives_kills(model, tmp_path):
-    args = [
-        "--model.name",
-        str(model),
-        "--model.max_model_len",
-        "128",
-        "--model.dtype",
-        "float32",
-        "--serve.alias",
-        "tiny",
-        "--serve.port",
-        "0",
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "rl.main",
-        "serve",
-        *args,
-        "--name",
-        "s",
-        "--output_dir",
-        str(tmp_path),
-        "--serve.checkpoint_s",
-        "0.1",
-    ]
+    flags = (
+        f"--model.name {model} --model.max_model_len 128 --model.dtype float32 --serve.alias tiny "
+        f"--serve.port 0 --name s --output_dir {tmp_path} --serve.checkpoint_s 0.1"
+    )
+    command = [sys.executable, "-m", "rl.main", "serve", *flags.split()]
     with (tmp_path / "out").open("w+") as out, (tmp_path / "err").open("w+") as err:
         server = subprocess.Popen(command, stdout=out, stderr=err)
         try:

@@ -378,15 +378,6 @@ def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fe
     assert tokens.tokenizer_of(Run(files.root))[0].id_to_token(0) == "<unk>"
 
 
-def test_a_task_over_time(ask):
-    rows = {row.task: row for row in ask("tasks").rows}
-    assert {task: row.rollouts for task, row in rows.items()} == {0: 4, 1: 4, 2: 8, 7: 8}
-    task = ask("task", env="sums", task=1)
-    means = [(version.version, version.mean, len(version.rows)) for version in task.versions]
-    assert means == [(0, 0.5, 2), (2, 0.5, 2)] and rows[2].change == 0.0
-    assert [message.text for message in task.prompt] == ["2 + 2"]
-
-
 def test_time_health_logs_and_differences(ask):
     found = ask("timeline")
     lanes = {(lane.process, lane.name): len(lane.spans) for lane in found.lanes}
@@ -473,12 +464,8 @@ def test_of_many_equal_spans_as_many_are_shown_as_may_be(alone, monkeypatch):
 
 def test_rewards_after_as_many_rollouts_are_those_of_the_newest_step_at_least():
     at, values = np.array([100.0, 200.0, 300.0]), np.array([0.1, 0.2, 0.3])
-    assert [runs.mean_before(at, values, place, 48.0) for place in (50.0, 120.0, 290.0, 300.0)] == [
-        None,
-        0.1,
-        0.2,
-        0.3,
-    ]
+    for place, mean in ((50.0, None), (120.0, 0.1), (290.0, 0.2), (300.0, 0.3)):
+        assert runs.mean_before(at, values, place, 48.0) == mean
     assert runs.mean_before(at, values, 300.0, 150.0) == pytest.approx(0.25)
 
 
@@ -663,16 +650,16 @@ def test_over_time_a_metric_stands_where_its_own_line_was_written(alone):
     """A batch is committed long before it is trained, and the step's first line is the commit's."""
     files, handlers = alone
     note(files, 1000.0, "start")
-    for source, name, times in (
-        ("orchestrator", "reward/mean", (1010.0, 1030.0)),
-        ("trainer", "loss/mean", (1025.0, 1110.0)),
-        ("eval", "eval/e/reward_mean", (1005.0, 1120.0)),
+    times = {"reward/mean": [10, 30], "loss/mean": [25, 110], "eval/e/reward_mean": [5, 120]}
+    for source, (name, seconds) in zip(
+        ("orchestrator", "trainer", "eval"), times.items(), strict=True
     ):
-        for step, second in enumerate(times, start=source != "eval"):
-            write_metrics(files, {"step": step, "time": second, "source": source, name: 0.5})
-    names = ["reward/mean", "loss/mean", "eval/e/reward_mean"]
-    found = handlers.curves(run=["x"], name=names, axis="time")
-    assert [series.x for series in found.series] == [[10, 30], [25, 110], [5, 120]]
+        for step, second in enumerate(seconds, start=source != "eval"):
+            write_metrics(
+                files, {"step": step, "time": 1000.0 + second, "source": source, name: 0.5}
+            )
+    found = handlers.curves(run=["x"], name=[*times], axis="time")
+    assert [series.x for series in found.series] == [*times.values()]
     assert [mark.x for mark in found.marks if mark.kind == "eval"] == [5, 120]
 
 

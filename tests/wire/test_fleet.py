@@ -86,19 +86,6 @@ def test_requests_leave_a_server_that_hangs_when_it_is_told_to_be_gone_and_anoth
     assert play(work, StubServer(), StubServer()) == ([7], [1])
 
 
-def test_a_server_that_is_closed_finishes_what_it_has_and_gets_no_more():
-    async def work(servers, closed, other):
-        servers.follow(ServerSet([closed.url], [], 0, 9))
-        asked = asyncio.create_task(servers.generate(1, [7], {}))
-        while not closed.sessions:
-            await asyncio.sleep(0.01)
-        servers.follow(ServerSet([other.url], [closed.url], 0, 9))
-        await servers.generate(1, [8], {})
-        return (await asked).completion_ids, closed.answered, other.answered
-
-    assert play(work, StubServer(delay_s=0.3), StubServer()) == ([7], [1], [1])
-
-
 def test_a_session_stays_and_moves_when_its_server_is_gone():
     async def work(servers, *stubs):
         for _ in range(4):

@@ -271,9 +271,11 @@ class EvalConfig(EnvSource):
 
 
 def inherit(entry: EvalConfig, env: EnvConfig) -> None:
-    """Fills settings that an evaluation leaves at their defaults with those of its training
-    environment. One that is set to its default is filled as well: config.toml has every key, and
-    with another value of the environment, a branch evaluates with that value."""
+    """Copies settings from the training environment to the evaluation where the evaluation has the
+    default value.
+
+    A value that was set to the default is replaced as well: config.toml has every key, and a branch
+    that changes the environment must evaluate with the new value."""
     for key in EnvSource.model_fields:
         if (
             key not in ("sampling", "workers", "name")

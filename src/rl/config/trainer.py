@@ -31,9 +31,8 @@ class OptimConfig(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up, until max_steps."""
     offload: bool = False
-    """Whether AdamW's two moments stay in CPU memory and are copied to the GPU for each
-    optimizer step: moves 8 bytes per weight from GPU to CPU memory, and makes the optimizer step
-    slower."""
+    """Whether AdamW's two moments (8 bytes per weight) stay in CPU memory. Each optimizer step
+    copies them to the GPU and back, which makes it slower."""
 
     def lr_at(self, step: int, max_steps: int) -> float:
         """Returns the learning rate of step `step` (the first is 1), used by all of its optimizer

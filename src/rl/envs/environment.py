@@ -104,9 +104,9 @@ class Environment(Protocol):
         """Stops what `start` started."""
 
     async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
-        """Plays a task `num_episodes` times (once unless `scores_groups`). A failure is a raised
-        exception (RolloutError for a known cause) or a Rollout with `error` and `cause`, never a
-        reward of 0."""
+        """Plays `num_episodes` episodes of a task: all of a group in one call if `scores_groups`,
+        else one. A failure is a raised exception (RolloutError for a known cause) or a Rollout with
+        `error` and `cause`, never a reward of 0."""
 
 
 def check_prompts(env: Environment, max_tokens: int) -> str | None:

@@ -50,8 +50,8 @@ def load(spec: EnvSpec, policy: Policy) -> Environment:
 
 
 def library(spec: EnvSpec) -> str:
-    """The adapter module that an environment probably needs, guessed from its source text: only
-    `load` may import it."""
+    """Guesses the adapter module that an environment needs from its package's source text, without
+    importing the package; `load` imports it later."""
     if spec.head_server:
         return "rl.envs.nemo_gym.environment"
     is_v1 = spec.kind == "v1"

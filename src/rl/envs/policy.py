@@ -28,11 +28,9 @@ FORCED = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Parameters of which the run's value holds, whatever a call asks for -> the value where the run
-has none."""
+"""Parameters that a call cannot override -> the value if the run sets none."""
 PLAIN = {"n": [1], "tool_choice": ["auto", "none"], "response_format": [{"type": "text"}]}
-"""Parameters with which an answer would have another form than ours -> the values that change
-nothing."""
+"""Parameters that can change the form of an answer -> the values that do not."""
 
 
 class RolloutError(Exception):

@@ -27,6 +27,7 @@ from rl.wire.rollouts import Episode, Rollout, unfit
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
 from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
+    MAX_ROLLOUTS,
     Cancel,
     Close,
     Describe,
@@ -262,7 +263,8 @@ def encode_result(order: PlayGroup, rollouts: list[Rollout], unfinished: int = 0
         most = MAX_PLAYED_BYTES // len(episode)
         encoded: list[Any] = [sealed(rollout, most) for rollout in episode]
         size += sum(map(len, encoded))
-        if size > MAX_PLAYED_BYTES:
+        before = len(replies[-1].rollouts)
+        if before and (size > MAX_PLAYED_BYTES or before + len(episode) > MAX_ROLLOUTS):
             replies.append(Played(order.play_id, []))
             size = sum(map(len, encoded))
         replies[-1].rollouts += map(msgspec.Raw, encoded)

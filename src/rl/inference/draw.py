@@ -21,9 +21,9 @@ would take longer than everything else."""
 
 
 SEED = "rl_seed"
-"""The key of a request's seed among its `extra_args`. With vLLM's own `seed` it would get a
-generator, whose last draw the engine undoes when a prompt is computed in pieces. CPU generators
-cannot do that, and the engine dies."""
+"""The key of a request's seed among its `extra_args`. vLLM's own `seed` makes a generator whose
+last draw the engine undoes when it computes a prompt in pieces. A CPU generator cannot be rewound,
+and the engine dies."""
 MASK = 2**64 - 1
 
 

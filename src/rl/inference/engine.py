@@ -46,12 +46,12 @@ def finished(answer: Any) -> Any:
 class VersionedEngine(LoadingEngine):
     """An engine that knows which policy version samples.
 
-    Why the stamps are exact: tokens arrive over one ordered path: the engine core's output queue,
-    one ZMQ socket, `outputs_queue`, and one handler task that takes a message only after it has
-    processed the previous one. The answer to `pause` travels the same path after the last tokens of
-    the old weights, so when it arrives those tokens are processed or in `outputs_queue`. A barrier
-    put into that queue is therefore reached exactly when all of them, and nothing else, have been
-    counted. No clocks are compared.
+    Why the stamps are exact: all tokens take one path in order. It is the engine core's output
+    queue, one ZMQ socket, `outputs_queue`, and one handler task that processes one message at a
+    time. The answer to `pause` takes the same path after the last tokens of the old weights. When
+    it arrives, those tokens are processed or in `outputs_queue`. A barrier put into that queue is
+    therefore reached exactly when all of them, and nothing else, have been counted. No clocks are
+    compared.
     """
 
     told_of_seeds: bool = False
@@ -116,13 +116,14 @@ class VersionedEngine(LoadingEngine):
         lora, version = request.lora_request, self.policy_version
         if self.slots:
             version = self.adapter_versions[lora.lora_int_id] if lora else 0
-        # of one answer; nobody asks for those of several, which share a queue
+        # This is correct for one answer only. Several answers (`n`) share a queue, and nobody reads
+        # their versions.
         queue.version_starts = [(0, version)]
         add(request, prompt, parent, index, queue)
 
     def refuse_fatal(self, request: Any) -> None:
-        """Raises ValueError for requests that vLLM accepts although they would kill its engine,
-        whatever route they came by."""
+        """Raises ValueError for a request that vLLM accepts although it would kill its engine,
+        whatever route the request came by."""
         largest = max(request.prompt_token_ids or [0])
         if largest >= self.vocab_size:
             raise ValueError(

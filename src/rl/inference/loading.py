@@ -34,9 +34,8 @@ ASKED_AGAIN_S = 5.0
 """The same for memory that could not be read over the network: the next order to load it tries
 that again."""
 STAGING_POLL_S, POLLS_A_WAIT = 0.01, 20
-"""Seconds between checks whether the workers have read the new weights, at least, and how many
-of them fit into the time waited so far: each takes the engine between two steps, and it waits
-for all its workers."""
+"""Workers that read new weights are polled every STAGING_POLL_S seconds, but at most POLLS_A_WAIT
+times in the time waited so far. Each poll interrupts the engine, which waits for all workers."""
 
 T = TypeVar("T")
 
@@ -67,8 +66,7 @@ class LoadingEngine(AsyncLLM):
     read_timeout_s: float = math.inf
     """How long reading a version may take without any progress."""
     progress: object = None
-    """What is known to be written or read of the version being loaded; only that it changes
-    counts."""
+    """Any value that changes whenever writing or reading of the version being loaded advances."""
     mirror: Mirror
     """The version that deltas are applied to, for all workers of this host."""
     swapping: bool = False
@@ -191,10 +189,12 @@ class LoadingEngine(AsyncLLM):
             task.cancel()
 
     async def readable(self, folder: Path, content: str) -> Path:
-        """Where workers can read a version: in its folder, or of a delta, and of what follows
-        one, in this process's memory. Raises RunError if the version cannot be made of its
-        deltas; then the next whole version can still be loaded; and WeightsGoneError if they
-        make another one than that with the content_id `content`."""
+        """Returns where workers can read a version: its folder, or this process's memory for a
+        delta and for versions after one.
+
+        Raises RunError if the version cannot be made of its deltas; the next whole version can
+        still be loaded. Raises WeightsGoneError if the deltas make a version without the content_id
+        `content`."""
         if not is_delta(folder) and not (self.mirror.tensors and (folder / DIGESTS).exists()):
             return folder
         if not self.all_here:

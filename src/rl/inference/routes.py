@@ -32,8 +32,8 @@ def reply(content: Any) -> Response:
 
 
 def to_sampling_params(sampling: Sampling) -> SamplingParams:
-    """vLLM's parameters: one final output, only the logprobs of sampled (and given) tokens, and
-    text only if stop strings need it."""
+    """Returns vLLM's parameters: one final output, and text only if stop strings need it.
+    `logprobs=0` asks for the log-probability of the sampled token, without alternatives."""
     fields = msgspec.structs.asdict(sampling)
     of_prompt = fields.pop("prompt_logprobs")
     routes = {"routed_experts_prompt_start": 0} if fields.pop("routes") else {}

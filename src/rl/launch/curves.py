@@ -16,11 +16,14 @@ from statistics import fmean
 from typing import Any
 
 from rl.diagnosis.environments import played
-from rl.run_dir.files import LineReader, write_file
+from rl.run_dir.files import Fence, LineReader, write_file
+from rl.run_dir.lease import lease_path, newest_lease
 from rl.run_dir.metrics import environment_rewards, parse_line
 from rl.run_dir.numbers import Numbers, Points
 from rl.run_dir.origin import first_step
 from rl.run_dir.paths import RunDir
+from rl.run_dir.status import is_over
+from rl.system.errors import RunError
 from rl.system.linux import die_with_parent
 from rl.system.terminal import span
 
@@ -206,9 +209,9 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
     ]
 
 
-def draw_curves(numbers: Numbers, path: Path, title: str) -> None:
+def draw_curves(numbers: Numbers, path: Path, title: str, fence: Fence = None) -> None:
     """Writes curves.png: reward and evals, the panels of PANELS, time per step with the part spent
-    waiting. Replaces it atomically."""
+    waiting. Replaces it atomically. `fence`: see write_file."""
     from matplotlib.figure import Figure
 
     sft = is_sft(numbers)
@@ -236,7 +239,7 @@ def draw_curves(numbers: Numbers, path: Path, title: str) -> None:
         panel.grid(alpha=0.3)
     picture = io.BytesIO()
     figure.savefig(picture, dpi=100, format="png")
-    write_file(path, picture.getvalue())
+    write_file(path, picture.getvalue(), fence=fence)
 
 
 def drawn_parts(numbers: Numbers) -> dict[str, Points]:
@@ -297,13 +300,24 @@ def main() -> None:
     os.nice(19)
     root, title = Path(sys.argv[1]), sys.argv[2]
     run_dir, drawn = RunDir(root, root / "weights"), 0
+    lock = run_dir.lock("rl")
+    number = newest_lease(lock) if lock.parent.is_dir() else 0
+
+    def fence() -> None:
+        if number and is_over(lease_path(lock, number)):
+            raise RunError("the `rl` that has started this process has lost or given back its run")
+
     while True:
+        fence()
         started = time.monotonic()
         if (size := run_dir.metrics.stat().st_size if run_dir.metrics.exists() else 0) != drawn:
-            draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title)
+            draw_curves(Numbers.read(run_dir.metrics), run_dir.curves, title, fence)
             drawn = size
         time.sleep(max(EVERY_S, (time.monotonic() - started) / SHARE))
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RunError as error:
+        sys.exit(f"curves: {error}")

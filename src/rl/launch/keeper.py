@@ -33,16 +33,14 @@ from rl.system.linux import pid_scope
 LONGEST_POLL_S = 1.0
 """Seconds between polls count at most this much."""
 SLOW_POLL_S = 2.0
-"""Seconds between looks at the process table and at the sizes of logs, which cost more than the
-rest."""
+"""Seconds between checks of the process table and of the sizes of logs, which are slow."""
 FIRST_SIGN_S = 300.0
 """A process without a status file after this time, and after inference.startup_timeout_s, is
 restarted: its imports come before it."""
 MAX_FAILED_STARTS = 2
-"""The run ends after this many attempts of a role that ended before they came up, because the
-same fault would end every other one. So it does for a server whose attempts end with an error
-before they have sampled a token: its model, settings or device are at fault. A SIGKILL and the
-loss of a machine come from outside and do not count."""
+"""The run ends after this many attempts of a role that fail before they come up: the next would
+fail too. A server's attempt also counts if it ends with an error before it has sampled a token: its
+model, settings or device are at fault. A SIGKILL and the loss of a machine do not count."""
 SHOWN_DEATHS = 5
 
 
@@ -114,7 +112,7 @@ class Keeper:
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
         """Appends to events.jsonl. Raises RunError if another process has taken over the run:
         what goes with the event must not happen."""
-        with contextlib.suppress(OSError):  # as a full disk, a silent one must not end the run here
+        with contextlib.suppress(OSError):  # neither a full nor a hanging disk may end the run
             check_fence(self.run_dir.lock("rl"))
         append_event(
             self.events, Event(time=round(time.time(), 3), event=kind, process=process, **fields)
@@ -208,7 +206,7 @@ class Keeper:
             which = "".join(f" ({rank})" for rank in ranks if rank)
             seconds = f"{attempt.stopped_s:.0f} s"
             return f"was stopped by a signal{which} for {seconds} {because}, and killed"
-        # Between two worlds of a cluster only the launcher has a status. A process that hangs at
+        # While a cluster changes machines, only the launcher has a status. A process that hangs at
         # its end has none: its last one is judged.
         others = {name: statuses[name] for name in statuses if name != attempt.child.name}
         judged = statuses if attempt.has_status else others or statuses
@@ -270,8 +268,8 @@ class Keeper:
         return self._died(state, attempt, ending + killed_rank(child.log), code)
 
     def _trainer_code(self, log: Path, code: int) -> int:
-        """Returns the exit code of the rank that failed first, as torchrun's agent always exits
-        with 1. If it was ended from outside, the others fail because of that."""
+        """Returns the exit code of the rank that failed first, because torchrun's agent always
+        exits with 1. Returns KILLED if SIGKILL ended a rank: the others then failed as a result."""
         told = rank_code(self.run_dir)
         if told in (None, RESTART) and (code == KILLED or "SIGKILL" in killed_rank(log)):
             return KILLED

@@ -56,7 +56,7 @@ MAY_CHANGE = [
     )
     for pattern in line.split(", ")
 ]
-"""Settings and whole sections that a resume may change: how long, where and how fast, but not
+"""Settings and whole sections that a resume may change: they affect duration, place and speed, not
 what is learned. Another machine, other timeouts or more steps continue the same experiment;
 another model, data or loss would be a new one."""
 

@@ -125,8 +125,8 @@ class RoleState:
     progressed: bool = False
     """Whether any attempt has made progress."""
     failed_starts: int = 0
-    """Number of attempts that failed by themselves before any came up or, for a server, before
-    any sampled a token."""
+    """Number of attempts that ended with their own error before any attempt came up; for a
+    server, before any sampled a token."""
     streak: int = 0
     """Number of consecutive deaths without progress."""
     deaths: list[Death] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""What concerns a run as a whole: what a death means for the other processes, damaged files,
-poisonous batches, stalls.
+"""Decides what a process's death means for the run: quarantine a batch, repair files, end, or only
+restart. Also warns of stalls.
 
     death -> (quarantine, repair) -> start after a back-off;   no progress -> a diagnosis
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rl.diagnosis.waits import Diagnosis
 
 MAX_QUARANTINED = 3
-"""If this many consecutive batches kill the trainer, the batches are not the cause."""
+"""The run ends after this many quarantined batches in a row: the batches cannot be the cause."""
 
 
 class Supervisor:
@@ -74,9 +74,8 @@ class Supervisor:
         for death in self.keeper.poll():
             self._handle(death)
         if (trainer := states.get("trainer")) and trainer.is_down:
-            # The trainer needs it for batches that are trained again and versions that are
-            # published again, even if it has ended because
-            # it mistook a trainer that died at the very end for one that had finished.
+            # The restarted trainer needs the orchestrator, even one that ended because it believed
+            # that the run was finished.
             self.keeper.wake("orchestrator")
         self._check_stall()
 
@@ -134,8 +133,8 @@ class Supervisor:
 
     def _repair(self, death: Death) -> None:
         """Stops the processes that use damaged files, moves these files away, and restarts the
-        processes. Raises RunError if twice in a row nothing is damaged as this machine sees it:
-        another machine's view of the disk is, and a restart there finds the same."""
+        processes. Raises RunError if two repairs in a row find nothing: another machine sees
+        damage that this one does not, and a restart there finds the same."""
         from rl.launch.repair import repair
 
         for name in ("orchestrator", "trainer"):

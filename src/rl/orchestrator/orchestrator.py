@@ -1,5 +1,5 @@
-"""The orchestrator's loops: tasks of one event loop, which meet in `Progress.changed` and in the
-files of the run directory.
+"""The orchestrator's loops: coroutines that wake each other through `Progress.notify`, and share
+the files of the run directory.
 
                 tasks             groups              batches/N
     TaskSource -------> generate --------> take_in --------------> serve <---------> trainer
@@ -328,9 +328,10 @@ class Orchestrator:
         return None if may_evaluate() else self.policy.next_version(progress.final)
 
     def batch_goes_first(self) -> bool:
-        """Whether evaluations of the loaded version wait for the batch it samples: on-policy,
-        servers are idle while that batch is trained. With an evaluation target they go first, so
-        that the target is checked before another batch is sampled."""
+        """Returns whether evaluations of the loaded version wait until it has sampled its batch.
+        With `max_lag = 0` the servers are idle while that batch trains, so evaluations run then.
+        With an evaluation target they go first: the target is checked before another batch is
+        sampled."""
         has_target = any(math.isfinite(entry.target) for entry in self.config.orchestrator.eval)
         return (
             not self.config.max_lag

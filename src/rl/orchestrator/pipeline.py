@@ -2,7 +2,8 @@
 
     finished -> judge (credit, filter) -> pending.log -> choose -> normalise -> samples -> commit
 
-Each group is made durable, counted once, and used or dropped by one batch.
+Every finished group is written to pending.log, counted once, and settled by one batch, which uses
+or drops it.
 """
 
 import asyncio
@@ -56,8 +57,8 @@ class Pipeline:
         self.files = BatchFiles(self.run_dir, self.config.orchestrator, self.rules)
         self.history = RewardHistory()
         self.restored = set[int]()
-        """Groups played by an earlier process: the cause of their failures may have been fixed
-        since."""
+        """Ids of groups that an earlier process played. Their failures do not count toward ending
+        the run, since the cause may be fixed."""
         self.num_played = 0
         """Number of episodes that this process has taken in."""
 
@@ -116,7 +117,7 @@ class Pipeline:
         faulty. The latter loses no group: `restore` judges them again once the function is fixed.
         """
         in_flight = self.admission.in_flight
-        # drops episodes of groups that a batch did without: these are played anew
+        # Episodes of surplus groups are dropped: their tasks are played again.
         if not self.config.max_lag:
             played = [group for group in played if group.finished or group.group_id in in_flight]
         groups = [group for group in played if group.finished]
@@ -205,8 +206,8 @@ class Pipeline:
         num_episodes = sum(group.num_episodes for group in used)
         num_cancelled = 0
         if not self.config.max_lag:
-            # The tasks of all groups started after a full batch's last one are played again,
-            # finished or not: as if no more groups had been started than were needed.
+            # A full batch gives back the tasks of every later group, finished or not. The order of
+            # tasks is then the same as in a run without extra groups.
             is_full = num_episodes >= batch_size
             behind = [
                 group
@@ -290,9 +291,9 @@ def choose(
     """Returns the groups of the next batch, oldest first: `batch_size` episodes, rounded up to
     whole groups; None if there are not enough.
 
-    A short batch is returned once `max_refill` batches' worth were played for it, but not while
-    groups are still playing: they would age by a version. `before`: only groups with a lower id are
-    used.
+    A short batch is returned once `max_refill` batches' worth were played for it, but only when no
+    group is still playing: a later batch would use that group at a higher lag. `before`: only
+    groups with a lower id are used.
     """
     usable = sorted(
         (group for group in finished if group.why is None and group.group_id < before),

@@ -1,11 +1,13 @@
 """Roles of a run and their holders: the lock `status/<role>.lock`, and the lease
 `status/<role>.000012.lease` with its fencing number.
 
-The lock is flock(2): exact and immediate, but a shared file system may not support it or may keep
-it local to one host. So there is always a lease, too. The next holder makes the file with the next
-number, which only one process can (link(2) fails if the name exists), and empties the older one to
-mark it as over. The holder renews its lease by touching the file every few seconds. Whether a
-holder is alive is decided
+The lock decides on one host, the lease between hosts. The lock is flock(2): exact and immediate,
+but a shared file system may not support it or may keep it local to one host. So there is always a
+lease, too. The next holder makes the file with the next number, which only one process can (link(2)
+fails if the name exists), and empties the older one to mark it as over. The holder renews its lease
+by touching the file every few seconds.
+
+Whether a holder is alive is decided
 
 * by the lock, if the lease was made during this boot of this machine and locks work here;
 * by the process table, if it was made in this pid namespace;

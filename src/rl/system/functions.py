@@ -25,7 +25,7 @@ from rl.system.terminal import did_you_mean
 FOLDERS: set[Path] = set()
 """Folders of the files that were imported."""
 HOW = "write file.py:function or module:function"
-IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from\s+(\w+)|import\s+(\w[\w., ]*))", re.MULTILINE)
 
 
 class Blame(contextlib.AbstractContextManager[None]):
@@ -82,12 +82,13 @@ def find_fault(name: str) -> str:
     if not path.is_file():
         return f"names a file that does not exist: {path}"
     try:
-        text = path.read_text()
-        compile(text, path, "exec")
+        data = path.read_bytes()  # Python reads its encoding in it
+        compile(data, path, "exec")
     except SyntaxError as error:
         return f"cannot be read: {path}:{error.lineno}: {error.msg}; correct it"
     except (OSError, ValueError, RecursionError):  # loading it will report that
         return ""
+    text = data.decode(errors="replace")
     if re.search(rf"\b({function}|__getattr__|globals|setattr|exec)\b|import \*", text):
         return ""
     functions = re.findall(r"^def ([^_]\w*)", text, re.MULTILINE)
@@ -147,7 +148,9 @@ def wrong_neighbour(path: Path) -> str:
     """Describes the first import of a file that would get a file of another function's folder
     instead of the one beside it, or empty."""
     folders = FOLDERS | {path.parent}
-    for stem in set(IMPORT.findall(path.read_text())):
+    imports = IMPORT.findall(path.read_text(errors="replace"))
+    names = {name for pair in imports for name in "".join(pair).split(",")}
+    for stem in (re.split(r"\W", name.strip())[0] for name in names):
         beside = path.with_name(f"{stem}.py")
         loaded = getattr(sys.modules.get(stem), "__file__", None)
         files = [Path(loaded or "")] if loaded else [Path(p, beside.name) for p in sys.path]

@@ -1,5 +1,5 @@
-"""Warm starts: a process that has just finished its imports leaves a forked copy of itself behind,
-which waits to be its next attempt.
+"""Warm starts: a process forks after its imports. The copy waits and becomes the role's next
+attempt, which saves the imports.
 
     role: imports, copy -> its work ... dies
     copy: waits ... order of `rl`, copy -> the work, under a new log

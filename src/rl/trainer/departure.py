@@ -40,7 +40,7 @@ class Departure:
     """SIGTERM to this rank, and the decision of all ranks to leave.
 
     Rank 0's SIGTERM counts for all: every rank calls `agreed` at the same points of the training.
-    One that only another rank got has no effect but that rank's deadline. A rank that is still
+    A SIGTERM to another rank only starts that rank's own deadline. A rank that is still
     there `grace_s` seconds after its own SIGTERM, or after all have agreed, ends.
     """
 

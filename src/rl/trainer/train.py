@@ -1,5 +1,5 @@
-"""The training loop: the live objects of a rank (`Trainer`), which `start.py` makes, with the work
-before and after a step; `train` runs the steps of a run, `train_step` is the algorithm."""
+"""The training loop. `Trainer` holds one rank's objects and does the work before and after a step;
+`start.py` makes it. `train` runs all steps, and `train_step` trains one batch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -243,8 +243,8 @@ def train(trainer: Trainer) -> bool:
             has_trained = True
         trainer.step = step
         leaves = trainer.leaves()
-        # before anything slow; `receive` then ends the loop. A run resumed from this checkpoint
-        # does not log this step again
+        # A trainer that must leave saves before anything slow; `receive` then ends the loop. A run
+        # resumed from this checkpoint does not log this step again.
         if leaves:
             trainer.log(metrics, ready, timer)
             trainer.save_checkpoint()
@@ -301,7 +301,8 @@ def train_step(context: TrainContext, packed: Packed, lr: float, timer: Timer) -
     statistics = Statistics(packed.batch, world.device, tokens)
     model, step, optim = context.model, packed.batch.step, context.settings.optim
     if compares_with_old(context.settings):
-        # those of the first optimizer step score their own
+        # Minibatches after the first are scored now, before the weights change. The first is scored
+        # in its own step.
         for micro_batch in chain(*packed.minibatches[1:]):
             with torch.no_grad():
                 keep_old(model, micro_batch, score(model, micro_batch.to(world.device), world))

@@ -10,9 +10,8 @@ from rl.wire.rollouts import all_equal
 REASONS = {
     "error": "another rollout of its group failed, and the rest of a group would be biased",
     "stale": "it is older than orchestrator.max_off_policy_steps allows",
-    "surplus": "its batch was filled by groups begun before it (more are begun than needed, as "
-    "some "
-    "have no signal); its task comes next",
+    "surplus": "earlier groups filled its batch (extra groups are started because some have no "
+    "signal); its task is played next",
     "empty": "no token was sampled",
     "overlong": "its prompt left no room for an answer: raise model.max_model_len",
     "truncated": "its answer was cut off, and orchestrator.mask_truncated leaves such answers "

@@ -20,8 +20,8 @@ ITEM_BYTES = 4
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """`num_tokens` consecutive sampled tokens of one policy version (-1: of none, in supervised
-    fine-tuning)."""
+    """`num_tokens` consecutive tokens sampled by `policy_version`; -1 in supervised fine-tuning,
+    where no version sampled them."""
 
     policy_version: int
     num_tokens: Annotated[int, msgspec.Meta(ge=0)]
@@ -106,8 +106,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
         teacher_logprobs: Sequence[float] | None = None,
         **names: Any,
     ) -> "TrainingSample":
-        """Returns the sample of values that are aligned, [T] each; of those with loss_mask True
-        the versions are, in order."""
+        """Makes a sample from aligned lists of T values. `policy_versions` covers the tokens with
+        loss_mask True, in order."""
         import numpy as np
 
         trained = np.flatnonzero(loss_mask)

@@ -1,5 +1,5 @@
-"""The results of environments: rollouts and groups. Internal to orchestrator and workers; the
-trainer never sees them."""
+"""Rollouts and groups: made by workers, judged by the orchestrator, and read by `records`, `view`
+and `diagnosis`. The trainer never reads them."""
 
 import math
 from collections.abc import Collection, Iterable
@@ -160,14 +160,20 @@ Episode = list[Rollout]
 
 
 Untrained = Literal[
-    "error", "truncated", "overlong", "empty", "filtered", "no_signal", "stale", "surplus"
+    # set when the group is judged
+    "error",  # a rollout of the group failed
+    "truncated",  # all answers were cut off
+    "overlong",  # no token was sampled, and a prompt left no room
+    "empty",  # no token was sampled
+    "filtered",  # the user's filter dropped it
+    "no_signal",  # all its advantages are 0
+    # set when a batch is formed
+    "stale",  # its tokens are older than `max_off_policy_steps`
+    "surplus",  # the batch is full without it
 ]
-"""The reason why a group is not trained. The first six are set when it is judged: a rollout
-failed; all answers were truncated, or all prompts overlong, or no token was sampled; the user's
-filter dropped it; its rewards are equal. The last two are set when a batch is formed: its tokens
-are older than `max_off_policy_steps`, or the batch is full without it. A rollout's `why` in
-rollouts/*.jsonl is one of these or more exact: the Cause of its failure, for instance.
-rl/view/explain.py has a sentence for each value."""
+"""The reason why a group is not trained. A rollout's `why` in rollouts/*.jsonl is the Cause of its
+own failure, else its group's reason, else its own reason (`why_left_out`). rl/view/explain.py has
+a sentence for each value."""
 
 
 class Group(msgspec.Struct, kw_only=True):
@@ -227,8 +233,8 @@ class Drawn(msgspec.Struct, array_like=True):
 
 
 def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns the reason of its own, whatever its group's, for which a rollout is not trained;
-    None if it has none."""
+    """Returns a rollout's own reason not to be trained, ignoring its group's reason; None if it
+    has none."""
     if rollout.error:
         return rollout.cause or "environment"
     if not rollout.trainable:

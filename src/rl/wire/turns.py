@@ -3,10 +3,10 @@ the prompt that it repeats.
 
 Numbers are bytes from the sampler to the device: ids int32, log-probabilities float32 in nats.
 
-Tokens are stored in chains. A turn whose prompt begins with a whole chain extends it (the first
-one, if there are several); any other turn starts a new chain, which refers to the tokens that it
-shares with an earlier one. So each chain makes one training sample: every sampled token in it
-follows exactly the ids that it was sampled after, and nothing has to be compared again.
+Tokens are stored in chains. A turn extends the first chain that its prompt begins with. Otherwise
+it starts a new chain, which refers to the tokens that it shares with an earlier one. So each chain
+makes one training sample: every sampled token in it follows exactly the ids that it was sampled
+after, and nothing has to be compared again.
 """
 
 from array import array

@@ -10,13 +10,14 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl.orchestrator.batches import batch_files as batches
+from rl.orchestrator.batches.batch_files import decode_state
 from rl.orchestrator.batches.early_stop import RewardHistory
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.groups.group_credit import Rules, credit_group
@@ -136,13 +137,17 @@ class World:
         evaluator.clock.start()
         return one
 
+    def started(self) -> Orchestrator:
+        one = self.orchestrator()
+        now(one.pipeline.restore())
+        return one
+
     def live(self, points: int) -> None:
         """Runs one process until the run is over or the process dies at the given point."""
         clean_leftovers(*self.run_dir.folders)
         faults.plan = Dying(points) if points else None
         try:
-            one = self.orchestrator()
-            now(one.pipeline.restore())
+            one = self.started()
             assert set(numbered(self.run_dir.rollouts(0).parent, ".jsonl")) <= set(
                 numbered(self.run_dir.batches, ".batch")
             )
@@ -213,6 +218,12 @@ class World:
             rollouts[1].error, rollouts[1].cause = "failed", "environment"
         return Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts)
 
+    def rewarded(self, ref: TaskRef, *rewards: float) -> Group:
+        group = self.group(ref, 0)
+        for rollout, reward in zip(group.rollouts, rewards, strict=True):
+            rollout.reward, rollout.error, rollout.cause = reward, None, None
+        return group
+
 
 class NoTask:
     """A member of a group in flight."""
@@ -221,8 +232,7 @@ class NoTask:
 
 
 def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_path):
-    one = World(tmp_path, random.Random(0)).orchestrator()
-    now(one.pipeline.restore())
+    one = World(tmp_path, random.Random(0)).started()
     bad = Group(
         group_id=0,
         env="a",
@@ -252,16 +262,12 @@ def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path)
     """Regression: nothing else would trigger a check for full batches, so the run waited for the
     trainer, which waited for the batch."""
     world = World(tmp_path, random.Random(0), max_lag=0)
-    one = world.orchestrator()
-    now(one.pipeline.restore())
+    one = world.started()
     refs = [one.source.next([env]) for env in "baa"]
     one.admission.in_flight |= {
         ref.group_id: InFlight(ref, 2, 0, time.monotonic(), NoTask()) for ref in refs
     }
-    groups = [world.group(ref, 0) for ref in refs[1:]]
-    for group in groups:
-        group.rollouts[0].reward, group.rollouts[1].reward = 0.0, 1.0
-        group.rollouts[1].error = group.rollouts[1].cause = None
+    groups = [world.rewarded(ref, 0.0, 1.0) for ref in refs[1:]]
 
     async def loop() -> None:
         taking = asyncio.create_task(one.take_in())
@@ -290,8 +296,7 @@ def test_failures_of_an_earlier_process_do_not_end_the_next_one(tmp_path):
     never be resumed."""
     world = World(tmp_path, random.Random(0))
     for life in range(2):
-        one = world.orchestrator()
-        now(one.pipeline.restore())
+        one = world.started()
         now(one.pipeline.commit_full_batches())
         assert len(one.pipeline.pending.groups) == 2 * MAX_FAILED * life
         # a batch is two groups
@@ -313,15 +318,11 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
     world = World(tmp_path, random.Random(0))
 
     def play(one: Orchestrator, *rewards: float) -> None:
-        group = world.group(one.source.next(["a"]), 0)
-        for rollout, reward in zip(group.rollouts, rewards, strict=True):
-            rollout.reward, rollout.error, rollout.cause = reward, None, None
-        now(one.pipeline.add([group]))
+        now(one.pipeline.add([world.rewarded(one.source.next(["a"]), *rewards)]))
         now(one.pipeline.commit_full_batches())
 
     for num_groups in (2 * MAX_WITHOUT_SIGNAL, 2):  # a batch is two groups
-        one = world.orchestrator()
-        now(one.pipeline.restore())
+        one = world.started()
         now(one.pipeline.commit_full_batches())
         for _ in range(num_groups - 1):
             play(one, 0.0, 0.0)
@@ -331,8 +332,7 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
             "without any signal",
         ):
             play(one, 0.0, 0.0)
-    one = world.orchestrator()
-    now(one.pipeline.restore())
+    one = world.started()
     for _ in range(4):
         play(one, 0.0, 1.0)
     assert one.progress.newest == 2
@@ -346,11 +346,8 @@ def test_the_batch_that_a_branch_begins_with_is_none_of_its_own_numbers(tmp_path
         one = world.orchestrator()
         files = one.pipeline.run_dir
         now(one.pipeline.restore())
-        for rewards in ((0.0, 1.0), (0.0, 1.0)) if not life else ():
-            group = world.group(one.source.next(["a"]), 0)
-            for rollout, reward in zip(group.rollouts, rewards, strict=True):
-                rollout.reward, rollout.error, rollout.cause = reward, None, None
-            now(one.pipeline.add([group]))
+        for _ in range(0 if life else 2):
+            now(one.pipeline.add([world.rewarded(one.source.next(["a"]), 0.0, 1.0)]))
         now(one.pipeline.commit_full_batches())
         lines = read_metrics(files.metrics)
         assert [*lines] == ([] if life == 1 else [(1, "orchestrator")])
@@ -365,6 +362,14 @@ def ref_of(group: Group) -> TaskRef:
 
 def nonce(group: Group) -> float:
     return group.rollouts[0].metrics["nonce"]
+
+
+def batch_of(run_dir: RunDir, step: int) -> Any:
+    return decode_batch(run_dir.batch(step).read_bytes(), "x")
+
+
+def lines_of(run_dir: RunDir, step: int) -> list[dict]:
+    return [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()]
 
 
 def finished_groups(run_dir: RunDir) -> tuple[list[Group], list[str]]:
@@ -398,8 +403,7 @@ def check(world: World) -> None:
     said, trained, taken = [], [], []
     for step in range(1, STEPS + 1):
         check_rollouts(run_dir.rollouts(step))
-        content = decode_batch(run_dir.batch(step).read_bytes(), "x")
-        lines = [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()]
+        content, lines = batch_of(run_dir, step), lines_of(run_dir, step)
         said += [line["metrics"]["nonce"] for line in lines if line["rollout_id"] == 0]
         in_words = {(line["group_id"], line["rollout_id"]) for line in lines if line["trained"]}
         assert content.batch.step == step and in_words == {
@@ -435,16 +439,12 @@ def check(world: World) -> None:
     assert not remarks and len(set(said)) == len(said) and len(set(trained)) == len(trained)
     assert set(world.durable) <= set(said) <= set(world.asked)  # nothing lost, nothing made up
     metrics = read_metrics(run_dir.metrics)
-    assert [metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)] == [
-        len(decode_batch(run_dir.batch(step).read_bytes(), "x").batch.samples)
-        for step in range(1, STEPS + 1)
-    ]
-    missing = [metrics[step, "orchestrator"]["rollouts/missing"] for step in range(1, STEPS + 1)]
-    # of batches of 4
-    assert missing == [
-        4 - metrics[step, "orchestrator"]["rollouts/trained"] for step in range(1, STEPS + 1)
-    ]
-    world.missing += sum(missing)
+    for step in range(1, STEPS + 1):
+        numbers = metrics[step, "orchestrator"]
+        assert numbers["rollouts/trained"] == len(batch_of(run_dir, step).batch.samples)
+        # of batches of 4
+        assert numbers["rollouts/missing"] == 4 - numbers["rollouts/trained"]
+        world.missing += numbers["rollouts/missing"]
     once, rates = RewardHistory(), dict[int, float]()
     for number in sorted(said):  # groups become durable in the order in which they were made
         group = credit_group(world.asked[number], Rules())
@@ -452,8 +452,7 @@ def check(world: World) -> None:
         if group.env == "a" and group.rewards:
             reward = sum(group.rewards) / len(group.rewards)
             rates[group.task] = MEMORY * rates.get(group.task, reward) + (1 - MEMORY) * reward
-    last = world.orchestrator()
-    now(last.pipeline.restore())
+    last = world.started()
     last.source.update_solve_rates()
     history = last.pipeline.history
     assert (
@@ -490,27 +489,16 @@ def test_groups_that_pending_log_has_lost_are_played_again(tmp_path):
         world = World(tmp_path / str(seed), random.Random(seed))
         world.live(45)
         newest = world.run_dir.newest_batch()
-        waiting = (
-            batches.decode_state(
-                decode_batch(world.run_dir.batch(newest).read_bytes(), "x").state
-            ).pending
-            if newest
-            else []
-        )
-        if waiting:
+        if newest and (waiting := decode_state(batch_of(world.run_dir, newest).state).pending):
             break
     world.run_dir.pending.unlink()
-    one = world.orchestrator()
-    now(one.pipeline.restore())
-    assert waiting and set(waiting) <= set(one.source.retry)
+    one = world.started()
+    assert set(waiting) <= set(one.source.retry)
     world.live(0)
-    lines = [
-        json.loads(line)
-        for step in range(1, STEPS + 1)
-        for line in world.run_dir.rollouts(step).read_bytes().splitlines()
-    ]
-    waiting_still = {group.group_id for group in finished_groups(world.run_dir)[0]}
-    assert {ref.group_id for ref in waiting} <= {line["group_id"] for line in lines} | waiting_still
+    found = {group.group_id for group in finished_groups(world.run_dir)[0]}
+    for step in range(1, STEPS + 1):
+        found |= {line["group_id"] for line in lines_of(world.run_dir, step)}
+    assert {ref.group_id for ref in waiting} <= found
 
 
 def test_a_death_at_each_point_in_turn(tmp_path):
@@ -542,8 +530,7 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
         "rl.orchestrator.groups.group_credit.user_function",
         lambda key, name: UserFunction(key, name, "group, config"),
     )  # no cache
-    one = world.orchestrator()
-    now(one.pipeline.restore())
+    one = world.started()
     groups = [world.group(one.source.next(["a"]), 0) for _ in range(3)]
     with pytest.raises(RunError, match=r"mine\.py:2"):
         now(one.pipeline.add(groups))
@@ -553,8 +540,7 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     )
     for name in [name for name in sys.modules if name.startswith("functions_of_mine_")]:
         monkeypatch.delitem(sys.modules, name)
-    again = world.orchestrator()
-    now(again.pipeline.restore())
+    again = world.started()
     assert [group.advantages for group in again.pipeline.pending.groups] == [
         [0.0, 0.0],
         [1.0, 1.0],

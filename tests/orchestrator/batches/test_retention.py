@@ -43,21 +43,18 @@ def kept(tmp_path, checkpoints=(), **settings):
 ALL = list(range(1, 13))
 
 
-def test_all_is_kept_by_default(tmp_path):
-    assert kept(tmp_path, checkpoints=[12]) == (ALL, ALL)
-
-
-def test_what_a_resume_needs_is_kept_in_any_case(tmp_path):
-    settings = RetentionConfig(keep_last=2, keep_every=5)
-    assert kept(tmp_path, checkpoints=[8, 10], batches=settings, rollouts=settings) == (
-        [5, 8, 9, 10, 11, 12],
-        [5, 10, 11, 12],
-    )
-
-
-def test_without_a_checkpoint_every_batch_is_needed(tmp_path):
-    settings = RetentionConfig(keep_last=1)
-    assert kept(tmp_path, batches=settings, rollouts=settings) == (ALL, [12])
+@pytest.mark.parametrize(
+    ("checkpoints", "retention", "expected"),
+    [
+        ([12], {}, (ALL, ALL)),
+        # what a resume needs, in any case
+        ([8, 10], {"keep_last": 2, "keep_every": 5}, ([5, *range(8, 13)], [5, 10, 11, 12])),
+        ([], {"keep_last": 1}, (ALL, [12])),
+    ],
+)
+def test_what_is_kept(tmp_path, checkpoints, retention, expected):
+    settings = RetentionConfig(**retention)
+    assert kept(tmp_path, checkpoints, batches=settings, rollouts=settings) == expected
 
 
 @settings(max_examples=60)

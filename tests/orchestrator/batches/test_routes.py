@@ -38,6 +38,8 @@ def test_turns_that_continue_each_other_keep_the_routes_that_were_first():
     assert first.routes == routes(later[:4]) + routes(later, salt=1)[3 * WIDTH :]
     assert second.routes == routes([1, 2, 9, 8, 8])
     assert Turns.of(list(turns)) == turns
+    group = Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[1.0])
+    assert batch_metrics(1, [group])["rollouts/route_bytes"] == WIDTH
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -73,9 +75,3 @@ def test_an_answer_without_tokens_and_a_chain_with_unknown_routes():
     assert [sample.routes for sample in samples_of(turns)] == [None]
     with pytest.raises(ValueError, match="the routes of 2 tokens have 7 bytes"):
         turn([1, 2], [3], routes=b"1234567")
-
-
-def test_their_size_is_reported():
-    turns = Turns.of([turn([1, 2], [3, 4], routes=routes([1, 2, 3, 4]))])
-    group = Group(group_id=0, env="e", task=0, rollouts=[Rollout(turns=turns)], advantages=[1.0])
-    assert batch_metrics(1, [group])["rollouts/route_bytes"] == WIDTH

@@ -72,17 +72,6 @@ def test_numbers_of_an_evaluation():
     assert metrics == pytest.approx(expected)
 
 
-def test_samples_of_one_example_are_not_independent():
-    # Two examples, one always and one never solved: the error is that of two coins, however often
-    # each was sampled.
-    few, many = ([(0, rollouts(*[1.0] * n)), (1, rollouts(*[0.0] * n))] for n in (2, 64))
-    assert (
-        eval_metrics("e", few)["eval/e/reward_mean_stderr"]
-        == eval_metrics("e", many)["eval/e/reward_mean_stderr"]
-        == 0.5
-    )
-
-
 def test_one_example_has_no_standard_error():
     metrics = eval_metrics("e", [(0, rollouts(0.5))])
     assert (

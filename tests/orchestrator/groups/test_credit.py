@@ -91,8 +91,9 @@ def test_float64_numpy_agrees():
             "grpo": (r - r.mean()) / (np.std(r, ddof=1) + 1e-4),
             "rloo": np.array([r[i] - np.delete(r, i).mean() for i in range(n)]),
             "max_rl": (r - r.mean()) / r.mean() if r.mean() > 0 else 0 * r,
+            "reinforce_pp": r - r.mean(),
         }
-        for config in KINDS[:4]:
+        for config in KINDS:
             np.testing.assert_allclose(
                 group_advantages(rewards, config),
                 0 * r if equal else wanted[config.type],
@@ -107,25 +108,6 @@ def test_float64_numpy_agrees():
         np.testing.assert_allclose(
             np.concatenate(reinforce_pp(groups, group_baseline)), wanted, rtol=1e-9, atol=1e-12
         )
-
-
-def test_sums_and_scales():
-    """All sum to zero. Shifting the rewards changes only max_rl; scaling them scales the
-    advantages, or cancels if credit divides."""
-    for rewards in random_groups(100):
-        for config in KINDS:
-            advantages = np.array(group_advantages(rewards, config))
-            assert abs(advantages.sum()) < 1e-9 * max(1.0, np.abs(advantages).max() * len(rewards))
-            scaled = group_advantages([10 * reward for reward in rewards], config)
-            factor = {"grpo": 1.0, "max_rl": 1.0}.get(config.type, 10.0)
-            np.testing.assert_allclose(
-                scaled, factor * advantages, rtol=2e-2 if config.type == "grpo" else 1e-9, atol=1e-9
-            )
-            if config.type != "max_rl":
-                shifted = group_advantages([reward + 5 for reward in rewards], config)
-                np.testing.assert_allclose(shifted, advantages, rtol=1e-9, atol=1e-9)
-    final = np.concatenate(reinforce_pp(list(random_groups(20)), False))
-    assert abs(final.mean()) < 1e-12 and np.std(final, ddof=1) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_length_penalty():

@@ -47,22 +47,14 @@ def file(tmp_path):
 
 def credited(file, name="scaled", **settings):
     config = CustomCreditConfig(function=f"{file}:{name}", **settings)
-    return {
-        "credit": config,
-        "credit_function": UserFunction(
-            "orchestrator.credit.function", config.function, "group, config"
-        ),
-    }
+    function = UserFunction("orchestrator.credit.function", config.function, "group, config")
+    return Rules(config, credit_function=function)
 
 
-def filtered(file, answer):
+def filtered(file, answer, *credit, **options):
     config = FunctionConfig(function=f"{file}:answers", args={"answer": answer})
-    return {
-        "filter": config,
-        "filter_function": UserFunction(
-            "orchestrator.filter.function", config.function, "group, config"
-        ),
-    }
+    function = UserFunction("orchestrator.filter.function", config.function, "group, config")
+    return Rules(*credit, filter=config, filter_function=function, **options)
 
 
 def group_of(*rewards, **options):
@@ -75,7 +67,7 @@ def group_of(*rewards, **options):
 
 
 def test_credit_gives_the_advantages_and_changes_nothing_else(file):
-    rules = Rules(**credited(file, args={"scale": 2}))
+    rules = credited(file, args={"scale": 2})
     judged = credit_group(group_of(1.0, 0.0, 0.5), rules)
     assert (judged.advantages, judged.why, judged.signal) == ([2.0, 0.0, 1.0], None, True)
     assert [one.reward for one in judged.rollouts] == [1.0, 0.0, 0.5] and judged.rollouts[
@@ -84,7 +76,7 @@ def test_credit_gives_the_advantages_and_changes_nothing_else(file):
     # equal rewards do not imply zero
     assert credit_group(group_of(1.0, 1.0), rules).advantages == [2.0, 2.0]
     assert credit_group(group_of(0.0, 0.0), rules).why == "no_signal"
-    with_penalty = Rules(**credited(file, args={"scale": 2}, length_penalty=0.5))
+    with_penalty = credited(file, args={"scale": 2}, length_penalty=0.5)
     # 0.5 x mean 0.5 x tokens 2/2 are taken off
     assert credit_group(group_of(1.0, 0.0), with_penalty).advantages == [1.5, -0.5]
     agents = group_of(1.0, 4.0, 2.0)
@@ -93,7 +85,7 @@ def test_credit_gives_the_advantages_and_changes_nothing_else(file):
 
 
 def test_the_filter_drops_rollouts_and_groups(file):
-    rules = Rules(**filtered(file, "[one.reward < 1 for one in group.rollouts]"))
+    rules = filtered(file, "[one.reward < 1 for one in group.rollouts]")
     some = credit_group(group_of(1.0, 0.0, 0.5), rules)
     assert (some.why, some.advantages) == (None, [0.5, -0.5, 0.0]) and [
         one.filtered for one in some.rollouts
@@ -121,15 +113,14 @@ def test_the_filter_drops_rollouts_and_groups(file):
 def test_a_group_that_the_filter_leaves_without_signal_is_dropped(file):
     """Of rewards 1, 1, 0.5, 0 with the median as the baseline, only those with advantage 0 would
     be left."""
-    rules = Rules(**filtered(file, "[not advantage for advantage in group.advantages]"))
+    rules = filtered(file, "[not advantage for advantage in group.advantages]")
     assert credit_group(group_of(1.0, 0.0, 0.5), rules).why == "filtered"
-    assert credit_group(group_of(1.0, 0.0, 0.5), Rules(**filtered(file, "False"))).why == "filtered"
-    kept = Rules(
-        **filtered(file, "[not advantage for advantage in group.advantages]"),
-        replace_no_signal=False,
+    assert credit_group(group_of(1.0, 0.0, 0.5), filtered(file, "False")).why == "filtered"
+    kept = filtered(
+        file, "[not advantage for advantage in group.advantages]", replace_no_signal=False
     )
     assert credit_group(group_of(1.0, 0.0, 0.5), kept).why is None
-    only_batch = Rules(ReinforcePlusPlusConfig(), **filtered(file, "group.rollouts[0].reward > 0"))
+    only_batch = filtered(file, "group.rollouts[0].reward > 0", ReinforcePlusPlusConfig())
     assert (
         credit_group(group_of(1.0, 1.0), only_batch).why,
         credit_group(group_of(0.0, 0.0), only_batch).why,
@@ -137,16 +128,14 @@ def test_a_group_that_the_filter_leaves_without_signal_is_dropped(file):
 
 
 def test_the_filter_sees_what_would_be_trained_and_its_advantages(file):
-    rules = Rules(RlooConfig(), **filtered(file, "1 / 0"))
+    rules = filtered(file, "1 / 0", RlooConfig())
     assert (
         credit_group(group_of(1.0, 1.0), rules).why == "no_signal"
         and credit_group(group_of(1.0, 0.0, error="boom"), rules).why == "error"
     )
-    seen = Rules(
-        **filtered(
-            file,
-            "group.rewards == [1.0, 0.0] and group.advantages == [0.5, -0.5] and group.task == 5",
-        )
+    seen = filtered(
+        file,
+        "group.rewards == [1.0, 0.0] and group.advantages == [0.5, -0.5] and group.task == 5",
     )
     partly = group_of(1.0, 0.0, 7.0)
     partly.rollouts[2].trainable = False
@@ -157,7 +146,7 @@ def test_the_filter_sees_what_would_be_trained_and_its_advantages(file):
 
 
 def test_a_filter_that_lets_nothing_pass_ends_the_run(file):
-    group = credit_group(group_of(1.0, 0.0), Rules(**filtered(file, "False")))
+    group = credit_group(group_of(1.0, 0.0), filtered(file, "False"))
     assert (
         only_failures([group, group], 4)
         == "orchestrator.filter left nothing to train on in the last 2 groups: make it less strict"
@@ -201,7 +190,6 @@ A_BOOL = "return a bool for all of group.rollouts, or a list of 2, one for each"
 WRONG = [
     ("credit", "[1.0]", f"returned [1.0] (at {{file}}:8); {ONE_EACH}"),
     ("credit", "[1.0, nan]", f"returned [1.0, nan] (at {{file}}:8); {ONE_EACH}"),
-    ("credit", "None", f"returned None (at {{file}}:8); {ONE_EACH}"),
     (
         "credit",
         "group.reward",
@@ -225,12 +213,6 @@ WRONG = [
     ),
     (
         "metrics",
-        "{'reward_mean_stderr': 1.0}",
-        "returned a metric 'reward_mean_stderr' (at {file}:11); give it another name: this "
-        "one is a built-in metric's",
-    ),
-    (
-        "metrics",
         "{'a b': 1.0}",
         "returned a metric 'a b' (at {file}:11); give it a name without spaces and slashes",
     ),
@@ -247,9 +229,9 @@ WRONG = [
 def test_what_is_wrong_is_named_and_ends_the_run(file, kind, answer, said):
     calls = {
         "credit": lambda: credit_group(
-            group_of(1.0, 0.0), Rules(**credited(file, "answers", args={"answer": answer}))
+            group_of(1.0, 0.0), credited(file, "answers", args={"answer": answer})
         ),
-        "filter": lambda: credit_group(group_of(1.0, 0.0), Rules(**filtered(file, answer))),
+        "filter": lambda: credit_group(group_of(1.0, 0.0), filtered(file, answer)),
         "metrics": lambda: metrics_of(file, answer)([rollout(1.0)]),
     }
     with pytest.raises(RunError) as error:
@@ -299,7 +281,7 @@ def test_a_slow_function_holds_nothing_up_and_one_that_does_not_return_ends_the_
     tmp_path, monkeypatch
 ):
     (tmp_path / "slow.py").write_text(SLOW)
-    rules = Rules(**credited(f"{tmp_path}/slow.py", "credit", args={"seconds": 0.3}))
+    rules = credited(f"{tmp_path}/slow.py", "credit", args={"seconds": 0.3})
 
     async def judged():
         one = builder(tmp_path / str(random.random()), 7)

@@ -73,7 +73,7 @@ def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
     async def work(pool):
         kept = []
         playing = asyncio.create_task(
-            pool.play("light", "train", 7, 4, {}, 0, [Rollout(episode=1, reward=9.0)], kept.append)
+            light_worker.play(pool, 7, 4, [Rollout(episode=1, reward=9.0)], kept.append)
         )
         while not kept:
             await asyncio.sleep(0.02)
@@ -163,7 +163,7 @@ def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, mo
         pool.add_metrics = lambda rollouts: [
             rollout.metrics.update(added=1.0) for rollout in rollouts
         ]
-        return await pool.play("light", "train", 7, 3, {}, 0, [old], kept.append), [[old], *kept]
+        return await light_worker.play(pool, 7, 3, [old], kept.append), [[old], *kept]
 
     rollouts, kept = light_worker.run(tmp_path, monkeypatch, work)
     assert [rollout.metrics for rollout in rollouts] == [
@@ -172,26 +172,6 @@ def test_what_a_user_adds_to_a_finished_group_is_not_in_its_members(tmp_path, mo
         {"added": 1.0},
     ]
     assert {key for members in kept for rollout in members for key in rollout.metrics} == {"own"}
-
-
-class CancelsItself:
-    """An environment that, in its first episode, awaits a task it has cancelled."""
-
-    scores_groups, num_plays = False, 0
-
-    async def play(self, order, num_episodes):
-        self.num_plays += 1
-        if self.num_plays == 1:
-            mine = asyncio.create_task(asyncio.sleep(9))
-            mine.cancel()
-            await mine
-        return [[Rollout(reward=1.0)]]
-
-
-def test_a_cancellation_of_the_environments_own_is_a_failed_rollout():
-    """The group must not hang."""
-    answers = sent(CancelsItself(), PlayGroup(1, "train", 0, 2, {}, 0))
-    assert answers == [([0, 1], 0)]
 
 
 class BreaksItsTalk:

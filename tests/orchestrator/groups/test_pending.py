@@ -29,16 +29,6 @@ def make(path, ids):
     return log
 
 
-def test_groups_survive_and_settled_ones_do_not_come_back(tmp_path):
-    make(tmp_path / "pending.log", [4, 2, 7])
-    log = PendingLog(tmp_path / "pending.log")
-    assert log.load({2}, 9) == [] and [group.group_id for group in log.groups] == [4, 7]
-    del log.groups[0]
-    log.rewrite()
-    again = PendingLog(tmp_path / "pending.log")
-    assert again.load(set(), 9) == [] and [group.group_id for group in again.groups] == [7]
-
-
 def test_what_a_teacher_said_is_durable(tmp_path):
     log = PendingLog(tmp_path / "pending.log")
     log.append(
@@ -55,27 +45,6 @@ def test_what_a_teacher_said_is_durable(tmp_path):
     )
     again = PendingLog(tmp_path / "pending.log")
     assert again.load(set(), 9) == [] and again.groups == log.groups
-
-
-def test_a_flipped_bit_or_a_cut_costs_only_its_record(tmp_path):
-    path = tmp_path / "pending.log"
-    make(path, [1])
-    first = len(path.read_bytes())
-    make(path, [2, 3])
-    data = path.read_bytes()
-    for place in range(first + 1, first + (len(data) - first) // 2, 7):
-        for damaged, left in (
-            (data[:place], [1]),
-            (data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :], [1, 3]),
-        ):
-            path.write_bytes(damaged)
-            log = PendingLog(path)
-            (remark,) = log.load(set(), 9)
-            assert (
-                "pending.log" in remark
-                and "sampled again" in remark
-                and [group.group_id for group in log.groups] == left
-            )
 
 
 def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, monkeypatch):

@@ -22,6 +22,25 @@ CHAT = [
 ]
 
 
+def answer(parent, message, ids, *logprobs):
+    """A node of a trace, whose last tokens were sampled."""
+    mask = [False] * (len(ids) - len(logprobs)) + [True] * len(logprobs)
+    said = {"message": message, "token_ids": ids, "mask": mask, "logprobs": [*logprobs]}
+    return {"parent": parent, "sampled": True} | said
+
+
+NODES = [
+    {"message": CHAT[0], "token_ids": [5, 6], "mask": [False, False], "logprobs": []},
+    answer(0, CHAT[1], [3, 7, 8], -1.0, -2.0),
+    {"parent": 1, "message": CHAT[2], "token_ids": [9], "mask": [False]},
+    answer(2, CHAT[3], [3, 4], -3.0),
+]
+
+
+def of(*prompt, **changes):
+    return {"turns": [turn(*prompt, **changes)]}
+
+
 def groups(tmp_path, model, *lines, **settings):
     return read(config(write(tmp_path / "r.jsonl", *lines), model, **settings), str(model), 10)
 
@@ -39,42 +58,42 @@ def groups(tmp_path, model, *lines, **settings):
             r"turns[1].completion_ids[1]: 259 is not in the model's vocabulary of 259",
         ),
         (
-            {"turns": [turn(prompt=(-1,))]},
+            of(prompt=(-1,)),
             "turns[0].prompt_ids[0]: -1 is not in the model's vocabulary",
         ),
         (
-            {"turns": [turn(prompt=(1.5,))]},
+            of(prompt=(1.5,)),
             "Expected `int`, got `float` - at `$.turns[0].prompt_ids[0]`",
         ),
-        ({"turns": [turn(prompt=())]}, "turns[0]: an answer to an empty prompt cannot be trained"),
+        (of(prompt=()), "turns[0]: an answer to an empty prompt cannot be trained"),
         (
-            {"turns": [turn(prompt=(5,) * 127)]},
+            of(prompt=(5,) * 127),
             "turns[0].completion_ids: ends after 129 tokens, but model.max_model_len = 128",
         ),
         (
-            {"turns": [turn(logprobs=[-0.5])]},
+            of(logprobs=[-0.5]),
             "turns[0]: an answer's tokens, logprobs and policy versions differ in number: [1, 2]",
         ),
-        ({"turns": [turn(policy_versions=[[0, 3]])]}, "differ in number: [2, 3]"),
+        (of(policy_versions=[[0, 3]]), "differ in number: [2, 3]"),
         (
-            {"turns": [turn(logprobs=[-0.5, math.nan])]},
+            of(logprobs=[-0.5, math.nan]),
             "turns[0].logprobs[1]: nan is not the logarithm of a probability",
         ),
-        ({"turns": [turn(logprobs=[0.5, -1.0])]}, "turns[0].logprobs[0]: 0.5 is not the logarithm"),
+        (of(logprobs=[0.5, -1.0]), "turns[0].logprobs[0]: 0.5 is not the logarithm"),
         (
-            {"turns": [turn(logprobs=[-0.5, -math.inf])]},
+            of(logprobs=[-0.5, -math.inf]),
             "turns[0].logprobs[1]: -inf is not the logarithm",
         ),
         (
-            {"turns": [turn(logprobs=[-0.5, None])]},
+            of(logprobs=[-0.5, None]),
             "Expected `float`, got `null` - at `$.turns[0].logprobs[1]`",
         ),
         (
-            {"turns": [turn(version=-1)]},
+            of(version=-1),
             "turns[0].policy_versions: a version is 0, the model that the run begins with, or more",
         ),
         (
-            {"turns": [turn(logprobs=None)]},
+            of(logprobs=None),
             "turns[0].logprobs: missing, and trainer.loss.type = policy_gradient weighs "
             "tokens by them",
         ),
@@ -89,7 +108,7 @@ def groups(tmp_path, model, *lines, **settings):
             for heat in (0.0, -1.0, math.nan, math.inf)
         ),
         (
-            {"turns": [turn(completion=(7, 1 << 31))]},
+            of(completion=(7, 1 << 31)),
             "turns[0].completion_ids[1]: 2147483648 is not in the model's vocabulary",
         ),
         (
@@ -248,7 +267,7 @@ def test_the_rollouts_of_a_run(tmp_path, model):
     ]
     stale = Group(group_id=3, env="e", task=0, rollouts=played, why="stale")
     lines = [json.loads(text) for text in rollout_lines([stale], 1, False).splitlines()]
-    (group,) = groups(tmp_path, model, *(one | {"turns": [turn()]} for one in lines)).groups
+    (group,) = groups(tmp_path, model, *(one | of() for one in lines)).groups
     found = [(one.episode, one.agent, one.trainable) for one in group.rollouts]
     assert found == [(0, "a", True), (0, "b", False), (1, "a", True), (1, "b", False)]
 
@@ -363,29 +382,9 @@ def test_calls_have_the_form_of_chat_apis(tmp_path, model, call):
 
 
 def test_traces_of_the_v1_api(tmp_path, model):
-    nodes = [
-        {"message": CHAT[0], "token_ids": [5, 6], "mask": [False, False], "logprobs": []},
-        {
-            "parent": 0,
-            "message": CHAT[1],
-            "sampled": True,
-            "token_ids": [3, 7, 8],
-            "mask": [False, True, True],
-            "logprobs": [-1.0, -2.0],
-        },
-        {"parent": 1, "message": CHAT[2], "token_ids": [9], "mask": [False]},
-        {
-            "parent": 2,
-            "message": CHAT[3],
-            "sampled": True,
-            "token_ids": [3, 4],
-            "mask": [False, True],
-            "logprobs": [-3.0],
-        },
-    ]
     rewards = {"right": {"score": 1.0, "weight": 0.5}, "short": {"score": 0.25}, "judge": None}
     trace = {
-        "nodes": nodes,
+        "nodes": NODES,
         "agent": {"name": "solver"},
         "rewards": rewards,
         "metrics": {"n": 2.0, "m": None},
@@ -400,7 +399,7 @@ def test_traces_of_the_v1_api(tmp_path, model):
     }
     bare = [
         {key: node[key] for key in node if key not in ("token_ids", "mask", "logprobs")}
-        for node in nodes
+        for node in NODES
     ]
     without = episode | {"traces": [trace | {"nodes": bare}], "id": "y"}
     broken = episode | {
@@ -437,25 +436,7 @@ def test_traces_of_the_v1_api(tmp_path, model):
     [((0.7, 0.7), 0.7), ((None, None), 1.0), ((), 1.0), ((0.7, 0.9), None), ((0.7, None), None)],
 )
 def test_the_temperature_of_a_trace(tmp_path, model, heats, expected):
-    nodes = [
-        {"message": CHAT[0], "token_ids": [5, 6], "mask": [False, False]},
-        {
-            "parent": 0,
-            "message": CHAT[1],
-            "sampled": True,
-            "token_ids": [3, 7],
-            "mask": [False, True],
-            "logprobs": [-1.0],
-        },
-        {
-            "parent": 1,
-            "message": CHAT[1],
-            "sampled": True,
-            "token_ids": [3],
-            "mask": [False],
-            "logprobs": [],
-        },
-    ]
+    nodes = [NODES[0], answer(0, CHAT[1], [3, 7], -1.0), answer(1, CHAT[1], [3])]
     calls = [{"sampling": {"temperature": heat}} for heat in heats] + [
         {"sampling": {"temperature": 9.0}, "error": {"message": "x"}}
     ]

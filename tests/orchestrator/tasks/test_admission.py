@@ -18,49 +18,42 @@ def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, trai
     return eligible(shares, places, batch_size, ahead, cap, max_refill, trainable_shares)
 
 
-def test_as_much_as_the_batches_ahead_lack():
-    assert room(PlaceCounts()) == ["a"]
-    assert room(PlaceCounts(playing=Counter(a=8))) == []
-    assert room(PlaceCounts(playing=Counter(a=8)), ahead=2) == ["a"]
-    assert room(PlaceCounts(usable=Counter(a=4), playing=Counter(a=4))) == []
-    assert room(PlaceCounts(usable=Counter(a=4), playing=Counter(a=4)), ahead=0) == []
+@pytest.mark.parametrize(
+    ("places", "others", "has_room"),
+    [
+        ({}, {}, True),
+        ({"playing": 8}, {}, False),
+        ({"playing": 8}, {"ahead": 2}, True),
+        ({"usable": 4, "playing": 4}, {}, False),
+        ({"usable": 4, "playing": 4}, {"ahead": 0}, False),
+        # dropped groups are replaced until the refills are used up
+        ({"usable": 1, "dropped": 7}, {}, True),
+        ({"usable": 1, "playing": 7, "dropped": 16}, {}, False),
+        ({"usable": 1, "dropped": 23}, {}, False),
+        ({"dropped": 74}, {}, True),  # nothing to train on yet
+        ({"playing": 7, "dropped": 24}, {"trainable": 0.1}, True),
+        ({"playing": 8, "dropped": 24}, {"trainable": 0.1}, False),
+        ({"usable": 1, "dropped": 24}, {"trainable": 0.1}, False),
+        ({"usable": 1, "dropped": 7}, {"max_refill": 1}, False),
+        ({"usable": 1, "dropped": 24}, {"max_refill": 4}, True),
+        # regression: with all quick surplus groups solved, 272 were played instead of 192
+        ({"playing": 2, "dropped": 22}, {}, False),
+        # as many are started as will be needed
+        ({"playing": 15}, {"trainable": 0.5}, True),
+        ({"playing": 16}, {"trainable": 0.5}, False),
+        ({"usable": 6, "playing": 3}, {"trainable": 0.5}, True),
+        ({"usable": 6, "playing": 4}, {"trainable": 0.5}, False),
+        ({"playing": 23}, {"trainable": 0.01}, True),
+        ({"playing": 24}, {"trainable": 0.01}, False),
+        ({"playing": 9}, {"trainable": 0.5, "max_refill": 1}, False),
+    ],
+)
+def test_as_much_as_the_batches_ahead_lack(places, others, has_room):
+    counts = PlaceCounts(**{kind: Counter(a=number) for kind, number in places.items()})
+    assert room(counts, **others) == ["a"] * has_room
 
 
-def test_dropped_groups_are_replaced_until_the_refills_are_used_up():
-    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=7))) == ["a"]
-    assert (
-        room(
-            PlaceCounts(usable=Counter(a=1), playing=Counter(a=7 * 1), dropped=Counter(a=3 * 8 - 8))
-        )
-        == []
-    )
-    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8 - 1))) == []
-    assert room(PlaceCounts(dropped=Counter(a=3 * 8 + 50))) == ["a"]  # nothing to train on yet
-    assert room(PlaceCounts(playing=Counter(a=7), dropped=Counter(a=3 * 8)), trainable=0.1) == ["a"]
-    assert room(PlaceCounts(playing=Counter(a=8), dropped=Counter(a=3 * 8)), trainable=0.1) == []
-    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8)), trainable=0.1) == []
-    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=7)), max_refill=1) == []
-    assert room(PlaceCounts(usable=Counter(a=1), dropped=Counter(a=3 * 8)), max_refill=4) == ["a"]
-
-
-def test_while_some_are_playing_the_refills_are_not_exceeded():
-    """Regression: when all quick surplus groups were solved, 272 rollouts were played for a
-    batch instead of 192."""
-    assert room(PlaceCounts(playing=Counter(a=2), dropped=Counter(a=3 * 8 - 2))) == []
-
-
-def test_as_many_are_started_as_will_be_needed():
-    assert (
-        room(PlaceCounts(playing=Counter(a=15)), trainable=0.5) == ["a"]
-        and room(PlaceCounts(playing=Counter(a=16)), trainable=0.5) == []
-    )
-    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=3)), trainable=0.5) == ["a"]
-    assert room(PlaceCounts(usable=Counter(a=6), playing=Counter(a=4)), trainable=0.5) == []
-    assert (
-        room(PlaceCounts(playing=Counter(a=23)), trainable=0.01) == ["a"]
-        and room(PlaceCounts(playing=Counter(a=24)), trainable=0.01) == []
-    )
-    assert room(PlaceCounts(playing=Counter(a=9)), trainable=0.5, max_refill=1) == []
+def test_each_environment_starts_as_many_as_will_be_needed():
     # of 12, half of each
     assert room(PlaceCounts(playing=Counter(a=5, b=3)), TWO, trainable=0.5) == ["a", "b"]
     assert room(PlaceCounts(playing=Counter(a=6, b=2)), TWO, trainable=0.5) == ["b"]
@@ -79,11 +72,6 @@ def test_the_share_that_is_kept_is_that_of_the_newest_groups(max_lag):
     admission.outcomes["a"].extend([True] * 6 + [False] * 24)
     admission.outcomes["b"].extend([True] * 9)  # those of another environment do not count
     assert admission.trainable_share() == ({} if max_lag else {"a": 0.0, "b": 1.0})
-
-
-def test_an_environment_has_its_share_of_the_places():
-    assert room(PlaceCounts(playing=Counter(a=4)), TWO) == ["b"]
-    assert room(PlaceCounts(playing=Counter(a=3)), TWO) == ["a", "b"]
 
 
 def test_an_environment_without_signal_does_not_take_all_replacements():

@@ -26,11 +26,6 @@ def test_every_task_once_an_epoch_in_an_order_that_seed_environment_and_epoch_gi
         assert drawn[5 * epoch : 5 * epoch + 5] == order
 
 
-def test_endless_tasks_come_in_their_own_order():
-    source = TaskSource({"a": EnvTasks(None)}, seed=3)
-    assert [source.next(["a"]).task for _ in range(5)] == [0, 1, 2, 3, 4]
-
-
 def test_shares_of_rollouts_hold_at_any_time_whatever_the_group_sizes():
     envs = {"a": EnvTasks(7, 3.0, 8), "b": EnvTasks(4, 1.0, 16), "c": EnvTasks(None, 4.0, 4)}
     source, rollouts = TaskSource(envs, seed=0), Counter()
@@ -47,28 +42,6 @@ def test_an_environment_that_could_not_be_played_catches_up():
     source = TaskSource({"a": EnvTasks(9), "b": EnvTasks(9)}, seed=0)
     assert {source.next(["a"]).env for _ in range(6)} == {"a"}
     assert [source.next(["a", "b"]).env for _ in range(6)] == ["b"] * 6
-
-
-def test_restored_source_plays_what_is_missing_and_then_what_would_have_come():
-    envs = {"a": EnvTasks(6), "b": EnvTasks(3)}
-    source = TaskSource(envs, seed=1)
-    first = [source.next(list(envs)) for _ in range(4)]
-    state = source.state([first[1], first[3]])
-    # issued after the state was written; two of them finished
-    later = [source.next(list(envs)) for _ in range(4)]
-    restored = TaskSource(envs, seed=1)
-    restored.restore(state, [first[3], later[1], later[2]], drawn=source.newly_drawn())
-    missing = [restored.next(list(envs)) for _ in range(2)]
-    assert missing[0] == first[1]
-    assert missing[1] == later[0]  # with its old id, so that the starting order is kept
-    rest = TaskSource(envs, seed=1)
-    expected = Counter(
-        (ref.env, ref.task) for ref in [rest.next(list(envs)) for _ in range(18)][7:]
-    )
-    assert (
-        Counter((ref.env, ref.task) for ref in [restored.next(list(envs)) for _ in range(11)])
-        == expected
-    )
 
 
 def test_tasks_of_an_environment_that_changed_do_not_hang_a_resume():

@@ -95,10 +95,6 @@ def test_only_the_guilty_task_is_lost(tmp_path, model, monkeypatch):
     results, deaths = run(tmp_path, model, work, *setups, memory_gib=1.5, silence_s=8.0)
     for kind, (groups, seconds) in results.items():
         deadly = kind in ("crash", "sleep", "memory")
-        print(
-            f"{kind or 'good':8} {seconds:6.1f} s  lost: "
-            f"{[task for task in range(6) if groups[task][0].error]}"
-        )
         for task, group in enumerate(groups):
             assert len(group) == 2
             if kind == "exit" and task == 1:
@@ -194,8 +190,7 @@ def test_a_tool_server_that_died_comes_back_with_a_new_worker(tmp_path, model):
 def test_groups_go_to_the_worker_that_has_the_fewest(tmp_path, monkeypatch):
     async def work(pool):
         plays = [
-            asyncio.create_task(pool.play("light", "train", task, 1, {"seconds": 0.3}, 0))
-            for task in range(9)
+            asyncio.create_task(light_worker.play(pool, task, seconds=0.3)) for task in range(9)
         ]
         while sum(len(worker.sent) for worker in pool.workers.values()) < len(plays):
             await asyncio.sleep(0)

@@ -8,7 +8,7 @@ import pytest
 
 from rl.orchestrator.workers.pool import EnvLostError
 from rl.system.errors import RunError
-from tests.orchestrator.light_worker import run
+from tests.orchestrator.light_worker import play, run
 
 IN_FLIGHT = 20
 
@@ -19,7 +19,7 @@ def test_after_a_death_all_groups_are_played_at_once_again(tmp_path, monkeypatch
 
     async def feed(pool, seconds):
         while True:
-            await pool.play("light", "train", 0, 1, {"seconds": seconds}, 0)
+            await play(pool, 0, seconds=seconds)
 
     async def until_all_are_sent(pool, started):
         while pool.num_started < started or len(pool.workers["light-0"].sent) < IN_FLIGHT:
@@ -45,11 +45,11 @@ def test_a_group_that_kills_workers_is_given_up_alone_and_once_under_a_steady_fe
 
     async def feed(pool):
         while True:
-            outcomes.extend(await pool.play("light", "train", 0, 2, {"seconds": 0.05}, 0))
+            outcomes.extend(await play(pool, 0, 2, seconds=0.05))
 
     async def work(pool):
         feeds = [asyncio.create_task(feed(pool)) for _ in range(IN_FLIGHT)]
-        poison = await pool.play("light", "train", 1, 2, {"seconds": 0.02, "kills": True}, 0)
+        poison = await play(pool, 1, 2, seconds=0.02, kills=True)
         finished = len(outcomes)
         while len(outcomes) < finished + 5 * IN_FLIGHT:
             await asyncio.sleep(0.05)
@@ -77,10 +77,10 @@ def test_groups_of_a_worker_that_does_not_come_back_go_to_another(tmp_path, monk
 
     async def feed(pool):
         while True:
-            await pool.play("light", "train", 0, 1, {"seconds": 0.05}, 0)
+            await play(pool, 0, seconds=0.05)
 
     def start(pool, task, seconds):
-        return asyncio.create_task(pool.play("light", "train", task, 1, {"seconds": seconds}, 0))
+        return asyncio.create_task(play(pool, task, seconds=seconds))
 
     async def work(pool):
         pool.on_lost = lambda env, reason: None

@@ -18,6 +18,10 @@ def turn(prompt=(1, 2), completion=(9, 3), **changes) -> Turn:
     return made.turn(prompt, completion, 4, **{"logprobs": [-1.0, 0.0]} | changes)
 
 
+def of(**changes) -> dict:
+    return {"turns": [turn(**changes)]}
+
+
 def rollouts(count: int = 3, **changes: object) -> list[Rollout]:
     return [
         Rollout(turns=[turn()], episode=i, reward=0.5, metrics={"a": 1.0}) for i in range(count - 1)
@@ -107,14 +111,14 @@ def test_text_that_would_be_another_line_of_a_file_is_refused(text, why):
         ({"metrics": {"": 1.0}}, "'' is not a valid name"),
         ({"agent": "x" * (MAX_NAME + 1)}, "is not a valid name"),
         ({"reward": math.nan, "error": "x"}, "the reward is nan"),
-        ({"turns": [turn(completion=[10, 3])]}, "token ids 1 to 10; the model's are 0 to 9"),
-        ({"turns": [turn(completion=[3, -5])]}, "token ids -5 to 3"),
-        ({"turns": [turn(prompt=[1] * 7)]}, "9 tokens; model.max_model_len = 8"),
-        ({"turns": [turn(logprobs=[-1.0, math.nan])]}, "the log-probability nan"),
-        ({"turns": [turn(logprobs=[-1.0, -math.inf])]}, "the log-probability -inf"),
-        ({"turns": [turn(logprobs=[-1.0, 0.25])]}, "the log-probability 0.25"),
+        (of(completion=[10, 3]), "token ids 1 to 10; the model's are 0 to 9"),
+        (of(completion=[3, -5]), "token ids -5 to 3"),
+        (of(prompt=[1] * 7), "9 tokens; model.max_model_len = 8"),
+        (of(logprobs=[-1.0, math.nan]), "the log-probability nan"),
+        (of(logprobs=[-1.0, -math.inf]), "the log-probability -inf"),
+        (of(logprobs=[-1.0, 0.25]), "the log-probability 0.25"),
         (
-            {"turns": [turn(policy_versions=[VersionSpan(3, 1), VersionSpan(5, 1)])]},
+            of(policy_versions=[VersionSpan(3, 1), VersionSpan(5, 1)]),
             "tokens of version 5; the newest is 4",
         ),
     ],
@@ -164,7 +168,7 @@ def test_a_worker_that_lies_is_ended_and_its_group_given_up_after_three(tmp_path
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_S", 0.05)
 
     async def work(pool):
-        return await pool.play("light", "train", 0, 3, {}, 0), pool.rejected.count
+        return await light_worker.play(pool, 0, 3), pool.rejected.count
 
     played, count = light_worker.run(tmp_path, monkeypatch, work, lies=True)
     assert [rollout.cause for rollout in played] == ["worker"] * 3 and count >= 3

@@ -81,7 +81,9 @@ def commit(
     run_dir: RunDir, batch: TrainBatch, lines: bytes, state: Any, fence: Callable[[], None]
 ) -> None:
     """Writes the rollouts, then the batch with the state after it. Renaming the batch file to its
-    final name is the commit. Raises RunError if the batch exists already, and what `fence` raises.
+    final name is the commit.
+
+    Raises RunError if the batch exists already, or if this process has lost its role (`fence`).
     """
     path = run_dir.batch(batch.step)
     if path.exists():

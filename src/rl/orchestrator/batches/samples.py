@@ -1,5 +1,5 @@
-"""Turns a rollout's turns into flat training samples, with ids as they were sent and sampled,
-never retokenised."""
+"""Makes flat training samples from a rollout's turns. Their ids are those sent and sampled: nothing
+is tokenized again."""
 
 from collections.abc import Iterator
 

@@ -128,8 +128,8 @@ def credit_compared(group: Group, indices: list[int], rules: Rules) -> None:
 
 
 def is_judged(group: Group) -> bool:
-    """Whether a group was judged already, before its teacher was asked, and no rollout has
-    failed since."""
+    """Returns whether `credit_group` has already run, before the teacher was asked, and its result
+    still holds: no rollout has failed since."""
     return bool(group.advantages) and (
         group.why is not None or not any(rollout.error for rollout in group.rollouts)
     )

@@ -43,6 +43,7 @@ CLAIM_S = 60.0
 """A starting server whose heartbeat has not changed for this long counts as dead: reading a
 large model can delay one by half of it."""
 AnnounceServers = Callable[[ServerSet], Awaitable[None]]
+"""Tells the workers which servers there are."""
 
 
 class Failure(NamedTuple):
@@ -79,7 +80,7 @@ class ServedPolicy:
         evaluator: Evaluator,
         tell: AnnounceServers,
     ):
-        """base: the folder of version 0. tell: tells the workers which servers there are."""
+        """base: the folder of version 0."""
         self.servers = servers
         self.run_dir = run_dir
         self.evaluator = evaluator

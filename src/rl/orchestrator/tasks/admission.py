@@ -1,11 +1,11 @@
 """Admission: how many groups may be in flight, and from which environments.
 
-Lag is bounded by construction: batch N+1 makes version N+1 from N, so a token of version v in it
-lags N - v. With `loaded` the version in inference and `newest` the last batch, at most (loaded + 1
-+ max_lag - newest) batches' worth of episodes are playing or waiting. If they finish in order, the
-last of them goes into batch loaded + 1 + max_lag, where its tokens, of version >= loaded, lag at
-most max_lag. Dropped groups make room for their replacements. With max_lag = 0 no group can be
-overtaken, and lag is always 0.
+Batch N+1 makes version N+1 from N, so a token of version v in it lags N - v. Limiting the episodes
+in flight therefore limits the lag. With `loaded` the version in inference and `newest` the last
+batch, at most (loaded + 1 + max_lag - newest) batches' worth of episodes are playing or waiting. If
+they finish in order, the last of them goes into batch loaded + 1 + max_lag. Its tokens, of version
+>= loaded, lag at most max_lag there. Dropped groups make room for their replacements. With max_lag
+= 0 no group can be overtaken, and lag is always 0.
 
 With max_lag = 0, a batch would have to wait for each round of replacements while the servers are
 nearly idle. To avoid that, the number of groups started is what the batch is expected to need,
@@ -39,8 +39,8 @@ PACE_GROUPS = 32
 """Number of an environment's newest groups over which its median time is taken."""
 
 TRAINABLE_WINDOW, TRAINABLE_MIN = 24, 8
-"""The trainable share of an environment is estimated from its newest TRAINABLE_WINDOW groups; with
-fewer than TRAINABLE_MIN, the missing ones count as trained."""
+"""Number of an environment's newest groups from which its trainable share is estimated, and the
+fewest that count: missing ones are taken to be trainable."""
 
 
 class Pace:

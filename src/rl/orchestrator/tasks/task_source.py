@@ -75,8 +75,8 @@ def unpacked(data: bytes, size: int) -> "array[float]":
 
 
 class TaskSource:
-    """Gives each environment its share of the rollouts, and walks its tasks in an order that is
-    reshuffled every epoch.
+    """Picks the next task: the environment furthest behind its share, then the next task of the
+    environment's seeded order, which changes every epoch.
 
     With difficulty pools, tasks may be skipped when their turn comes. This is decided by the rates
     at the last batch (`update_solve_rates`), never by newer ones, so the draws between two batches
@@ -262,7 +262,8 @@ class TaskSource:
             if record.next_group > self.next_group:
                 self._count(record.next_group, record.issued, record.skipped)
                 in_flight += record.tasks
-        # whose draws another version of rl did not record, or the disk has lost
+        # Groups whose draw is not recorded: another version of rl wrote the log, or the disk
+        # lost it.
         for ref in sorted([*done, *begun], key=lambda ref: ref.group_id):
             if ref.group_id >= self.next_group:
                 self.next_group = ref.group_id + 1

@@ -2,10 +2,9 @@
 groups they had.
 
 A group that kills its worker must not take others down with it. One death says little, since
-machines fail too: the worker's groups are resumed together, by whichever worker is up first.
-Groups in flight at MAX_KILLS - 1 deaths are suspects: each is played alone, so that the next death
-has a single cause, and only that group is given up. Once no suspects are left, groups are played
-together again.
+machines fail too: the first worker that is up resumes the dead one's groups together. After
+MAX_KILLS - 1 deaths a group is a suspect. A suspect is played alone, so that the next death has one
+cause, and only that group is given up. Once no suspects are left, groups are played together again.
 """
 
 import asyncio
@@ -234,8 +233,8 @@ class WorkerPool:
         return [worker for worker in self.workers.values() if worker.setup.env.name == env]
 
     def _take_back(self, worker: PoolWorker, reason: str) -> None:
-        """Gives up the groups of a dead worker that this death is one too many for; the others
-        wait for a worker, suspects first."""
+        """Gives up a dead worker's groups that have now killed MAX_KILLS workers. The others wait
+        for a worker, suspects first."""
         env = worker.setup.env.name
         for play in worker.sent.values():
             play.kills += 1

@@ -37,7 +37,7 @@ class ServiceBatch:
     """[N] the sampler's."""
     advantages: np.ndarray
     """[N]"""
-    fresh: np.ndarray
+    lag_zero: np.ndarray
     """[N] whether the version that is trained sampled the token."""
     envs: np.ndarray
     """[N] names."""
@@ -109,27 +109,27 @@ def metrics_of(batch: ServiceBatch, output: tinker.ForwardBackwardOutput) -> dic
         clipped = np.where(batch.advantages > 0, log_ratio > high, too_low)
     for env in ("", *sorted({*batch.envs.tolist()})):
         of = batch.envs == env if env else np.full(len(log_ratio), True)
-        metrics |= agreement(f"{env}/" if env else "", log_ratio[of], batch.fresh[of])
+        metrics |= agreement(f"{env}/" if env else "", log_ratio[of], batch.lag_zero[of])
         if clipped is not None:
             metrics[f"masked_fraction/{env}".rstrip("/")] = float(clipped[of].mean())
-    fresh = log_ratio[batch.fresh]
-    metrics["parity/tokens"] = len(fresh)
-    if len(fresh):
+    current = log_ratio[batch.lag_zero]
+    metrics["parity/tokens"] = len(current)
+    if len(current):
         metrics |= {
-            "mismatch_kl/max": float(k3(fresh).max()),
-            "parity/mean": float(np.abs(fresh).mean()),
-            "parity/max": float(np.abs(fresh).max()),
-            "parity/kl": float(k3(fresh).mean()),
+            "mismatch_kl/max": float(k3(current).max()),
+            "parity/mean": float(np.abs(current).mean()),
+            "parity/max": float(np.abs(current).max()),
+            "parity/kl": float(k3(current).mean()),
         }
     return metrics
 
 
-def agreement(inner: str, log_ratio: np.ndarray, fresh: np.ndarray) -> dict[str, float]:
+def agreement(inner: str, log_ratio: np.ndarray, lag_zero: np.ndarray) -> dict[str, float]:
     """Returns the metrics of log r [N]; `inner` is part of their names."""
     metrics = {f"ratio/{inner}mean": float(np.exp(log_ratio).mean())}
     for name, q in QUANTILES.items():
         metrics[f"ratio/{inner}{name}"] = float(np.exp(np.quantile(log_ratio, q)))
-    for name, of in (("mismatch_kl", fresh), ("lag_kl", ~fresh)):
+    for name, of in (("mismatch_kl", lag_zero), ("lag_kl", ~lag_zero)):
         if of.any():
             metrics[f"{name}/{inner}mean"] = float(k3(log_ratio[of]).mean())
     return metrics

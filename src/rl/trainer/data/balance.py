@@ -48,8 +48,8 @@ def plan(ordered: SortedSamples, layout: Layout) -> list[list[MicroBatchRange]]:
 
 
 def ranges_needed(furthest: np.ndarray) -> np.ndarray:
-    """Returns [n + 1]: the fewest ranges that hold all items from i on. This falls with i, so
-    taking the longest ranges is optimal."""
+    """Returns [n + 1]: the fewest ranges that hold all items from i on. It never grows with
+    i, so taking the longest range each time is optimal."""
     needed = [0] * (len(furthest) + 1)
     for i, end in reversed(list(enumerate(furthest.tolist()))):
         needed[i] = 1 + needed[end]

@@ -53,14 +53,14 @@ class MicroBatch:
     targets: Tensor  # [N] int64 token ids
     logprobs: Tensor  # [N] float32, the sampler's
     advantages: Tensor  # [N] float32
-    weights: Tensor  # [N] float32, see minibatches.sample_weights
+    weights: Tensor  # [N] float32, of the token in the loss; see `minibatch_weights`
     sequences: Tensor  # [N] int64: index of the token's sample in the batch
     # [N] int64: index of the token among all loss tokens of the batch, sample after sample
     token_index: Tensor
     envs: Tensor  # [N] int64: index of the token's environment in TrainBatch.envs
     # [N] float32, nan for tokens without a teacher; None if no token has one
     teacher_logprobs: Tensor | None
-    lag_zero: Tensor  # [N] bool: sampled by exactly the version that is being trained
+    lag_zero: Tensor  # [N] bool: the version that is being trained sampled the token
     # [T, width] uint8 (context parallelism: [T', width]), see Routers; None: the routers choose
     routes: Tensor | None = None
     # [N] float32, of the policy that the batch began with; None until computed
@@ -102,8 +102,8 @@ def fill_blocks(batch: MicroBatch, ranks: int) -> MicroBatch:
         batch.input_ids, batch.position_ids, batch.subtree_ends, whole_blocks(length, ranks)
     )
     padding = len(ids) - length
-    # to the experts of the last token: one route for all of the padding of a run would burden its
-    # experts alone
+    # Padding gets the last token's experts: one fixed route would overload the same experts in
+    # every micro batch.
     if routes is not None:
         routes = torch.cat([routes, routes[-1:].expand(padding, -1)])
     return replace(

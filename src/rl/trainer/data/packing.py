@@ -80,7 +80,8 @@ def to_micro_batch(
     subtree_ends = np.full(range_tokens(ordered, part), range_tokens(ordered, part))
     path, used = np.arange(0), 0
     for item, n in zip(items, shared, strict=True):
-        # no later item descends from the tokens of the previous one that this item does not share
+        # The previous item's tokens that this item does not share have no more descendants: their
+        # subtrees end here.
         subtree_ends[path[n:]] = used
         inputs.append(item.inputs[n:])
         positions.append(np.arange(n, len(item.inputs)))

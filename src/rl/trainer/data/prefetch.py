@@ -35,9 +35,9 @@ class Prefetch:
         deadline_s: float,
         quarantined: Collection[int] = (),
     ):
-        """`wait`: the source's wait, entered while the trainer is blocked. `deadline_s`: every
-        rank's deadline, longer than the source's. `quarantined`: batches that are never
-        requested, because a trainer that reads one dies."""
+        """`wait`: the source's; shows in the status that the trainer waits for the source.
+        `deadline_s`: every rank's deadline, longer than the source's. `quarantined`: batches that
+        are never requested, because a trainer that reads one dies."""
         self.source, self.pack, self.wait = source, pack, wait
         self.deadline_s, self.quarantined = deadline_s, quarantined
         self.step = 0

@@ -84,8 +84,8 @@ def sort_samples(batch: TrainBatch, indices: Iterable[int] | None = None) -> Sor
 
 
 def common_prefix(a: Item, b: Item) -> int:
-    """Returns the length of the longest common prefix: of tokens with the same routes, for a
-    token is computed by one."""
+    """Returns the number of leading tokens that both share with equal routes: a shared token is
+    computed once, and so by one route."""
     shortest = min(len(a.inputs), len(b.inputs))
     differs = a.inputs[:shortest] != b.inputs[:shortest]
     if a.routes is not None and b.routes is not None:

@@ -6,9 +6,10 @@ For a trained token, let p be its probability under the trainer, q that under th
     r = exp(clamp(log p - log q, -10, 10))           importance ratio
 
 r is the product of two factors: the change of the policy since the token was sampled, and the
-numerical mismatch with the inference engine. Clips act on r with its gradient; truncation and masks
-act on r without gradient. With several optimizer steps per batch, clipped losses split r at o, the
-policy that the batch began with: p / o is clipped, and o / q is used for weights and masks.
+numerical mismatch with the inference engine. Clips bound r and keep its gradient within the bounds.
+Truncation and masks treat r as a constant. With several optimizer steps per batch, clipped losses
+split r at o, the probability under the policy that the batch began with: they clip p / o, and use
+o / q for weights and masks.
 
 A loss function (see losses.py) returns one number per token, and which tokens its own clip leaves
 without gradient. The objective is the sum of these numbers, weighted by `LossInputs.weights` (see
@@ -17,8 +18,8 @@ minibatches.py), over all tokens of all samples, micro batches and ranks.
 All results are finite for finite log-probabilities (the sampler's may be -inf): the clamp bounds r
 by e^10 before anything multiplies it, sums over sequences are clamped as well or stay logarithms,
 and masked tokens are dropped by selection, because multiplying by 0 would keep an inf or nan.
-Outside the clamp r has no gradient: no policy moves that far in a step, only engine mismatch goes
-that far.
+Beyond the clamp r has no gradient: a ratio of e^10 is a fault of an engine, not a step of the
+policy.
 """
 
 import math
@@ -35,8 +36,8 @@ from rl.trainer.loss.kl import MAX_LOG_RATIO, k3, reference_kl, teacher_advantag
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One rank's N loss tokens of whole sequences, of which the batch has S. All are [N] float32
-    unless noted otherwise.
+    """The N loss tokens of one micro batch on this rank; the batch has S sequences. All are [N]
+    float32 unless noted otherwise.
 
     With context parallelism a rank has only some tokens of a sequence; `sequence_sum` then sums
     over the ranks that share it.
@@ -79,7 +80,7 @@ class LossTerms:
     clipped: Tensor
     """Bool: the loss's own clip removes the token's gradient."""
     masked: Tensor
-    """Bool: one of the masks on r excludes the token; MASKED in the token log."""
+    """Bool: whether a mask on r excludes the token; MASKED in the token log."""
     ratio: Tensor
     """r."""
     kl: Tensor
@@ -148,8 +149,8 @@ def log_update(inputs: LossInputs) -> Tensor:
 
 
 def log_mask_ratio(inputs: LossInputs) -> Tensor:
-    """Returns the log ratio [N] that masks act on, without gradient: log o - log q if o is
-    known, else log r."""
+    """Returns the log ratio [N] that masks act on, without gradient: log o - log q, or log r
+    if o is not known."""
     first = inputs.trainer_logprobs.detach() if inputs.old_logprobs is None else inputs.old_logprobs
     return (first - inputs.logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

@@ -34,7 +34,7 @@ from rl.trainer.measure.memory import is_out_of_memory
 
 
 def none_clipped(inputs: LossInputs) -> Tensor:
-    """[N] bool: no token is clipped."""
+    """Returns [N] bool, all False: no token is clipped."""
     return torch.zeros_like(inputs.sequences, dtype=torch.bool)
 
 
@@ -110,11 +110,10 @@ def gspo(inputs: LossInputs, config: GspoConfig) -> tuple[Tensor, Tensor]:
     """The clipped surrogate of s p / sg(p), where s = (prod r)^(1/n) over the n tokens of the
     sequence and sg stops the gradient.
 
-    This is GSPO-token (https://arxiv.org/abs/2507.18071, section 4.3). At a token its value is that
-    of s and its gradient s A d log p. GSPO's own gradient of s A is s A (1/n) sum d log p, once per
-    sequence. With equal A and weight at all n tokens the sums over the sequence agree, sum_t w s A
-    d log p_t = n w s A (1/n) sum_t d log p_t, and no gradient has to cross ranks. A token whose log
-    r is clamped has no gradient here, as it has none in the product.
+    This is GSPO-token (https://arxiv.org/abs/2507.18071, section 4.3). Its gradient equals GSPO's
+    if A and weight are equal at all tokens of the sequence; docs/algorithms.md has the derivation.
+    No gradient has to cross ranks. A token whose log r is clamped has no gradient here, as in the
+    product.
 
     If o is known (see `sampler_weight`), s is made from p / o and weighted by the truncated
     geometric mean of o / q.

@@ -75,8 +75,8 @@ class ParityWatch:
         has_adapters: bool = False,
     ):
         """`strict`: whether a disagreement ends the run; None: only beyond GROSS and in the
-        first comparison. `client`: only on rank 0. `has_adapters`: whether what is trained adds
-        nothing to version 0, so that its comparison is not yet the first."""
+        first comparison. `client`: only on rank 0. `has_adapters`: whether adapters are
+        trained: they add nothing to version 0, so its comparison does not count as the first."""
         self.limit, self.strict, self.client = limit, strict, client
         self.has_adapters = has_adapters
         self.is_first = True

@@ -1,5 +1,5 @@
-"""The head of the policy, log-probabilities of the loss tokens instead of logits for all tokens,
-and the scoring of a micro batch with it."""
+"""Computes log-probability and entropy of a micro batch's loss tokens in the model's head, so that
+logits of all tokens never exist."""
 
 from dataclasses import dataclass
 from typing import get_args
@@ -31,7 +31,8 @@ class LossHead:
 
     The model is still called as a whole: FSDP's hooks depend on that, and a tied head stays tied. A
     model's forward passes nothing but hidden states to its head, so `score` sets the micro batch in
-    attributes that `__call__` reads.
+    attributes that `__call__` reads. `mode` is how the whole model computes a row; `set_mode`
+    (modes.py) sets it.
     """
 
     def __init__(self, head: nn.Module, routers: Routers | None = None) -> None:

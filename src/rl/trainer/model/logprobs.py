@@ -29,8 +29,18 @@ FUSED_ON = ("cuda",)
 copies."""
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(some rows, their temperatures, indices into these rows, targets) -> (log-probabilities of the
+"""(rows, their temperatures, row index of each target, targets) -> (log-probabilities of the
 targets, entropies of the rows)."""
+
+
+def score_rows(
+    entropy_gradient: bool, logits: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes `token_logprobs` of all rows at once, by
+    log p = log_softmax(logits / temperature)[target]."""
+    logprobs = (logits / temperatures[:, None]).log_softmax(-1)
+    known = logprobs if entropy_gradient else logprobs.detach()
+    return logprobs[rows, targets], -(known.exp() * known.clamp(min=LOWEST)).sum(-1)
 
 
 def token_logprobs(
@@ -123,15 +133,6 @@ def in_chunks(
         chosen = torch.where(indices == places, logprobs, chosen)
         entropies.append(of_rows)
     return chosen, torch.cat(entropies)
-
-
-def score_rows(
-    entropy_gradient: bool, logits: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Computes `token_logprobs` for all rows at once."""
-    logprobs = (logits / temperatures[:, None]).log_softmax(-1)
-    known = logprobs if entropy_gradient else logprobs.detach()
-    return logprobs[rows, targets], -(known.exp() * known.clamp(min=LOWEST)).sum(-1)
 
 
 @cache

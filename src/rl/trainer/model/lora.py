@@ -36,8 +36,8 @@ ADAPTER = "default"
 """peft's name for a single adapter; it is part of parameter names, but not of names in files."""
 WEIGHTS_FILE = "adapter_model.safetensors"
 BYPASSED = re.compile(r"\b(mamba|mixer)\.(dt|out)_proj$|\bindexer\.|\bcorrection_coefs$")
-"""Layers whose weights kernels of state spaces take, that choose tokens without a gradient, and
-whose weight Gemma 3n clamps."""
+"""Layers that get no adapter: kernels of state spaces read their weights directly, they choose
+tokens without a gradient, or Gemma 3n clamps their weight."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> None:

@@ -23,8 +23,8 @@ from rl.trainer.parallel.experts import experts_of
 from rl.trainer.parallel.world import World
 
 Mode = Literal["blocks", "flex", "eager", "unpacked"]
-"""Ordered from longest to shortest supported row: the masks of eager are dense, and a row of
-unpacked is one sample."""
+"""How a model computes a row. Ordered by the longest row that each supports: masks of `eager` are
+dense, and a row of `unpacked` is one sample."""
 
 
 def possible_modes(settings: TrainerConfig, world: World) -> list[Mode]:
@@ -58,11 +58,12 @@ def set_mode(model: PreTrainedModel, settings: TrainerConfig, mode: Mode, compil
     elif not set_attention(model, mode if mode == "eager" else f"rl_{mode}"):
         raise RunError("its attention cannot be replaced")
     model.get_output_embeddings().forward.mode = mode
-    for experts in experts_of(model).values() if compiles else ():
+    if compiles:
         # In a graph transformers replaces grouped_mm for float32 by a loop that torch cannot
-        # compile, and if experts are divided or have
-        # adapters the numbers of tokens would break the graph at every step.
-        experts.forward = torch.compiler.disable(experts.forward)
+        # compile, and if experts are divided or have adapters the numbers of tokens would break
+        # the graph at every step.
+        for experts in experts_of(model).values():
+            experts.forward = torch.compiler.disable(experts.forward)
     for layer in model.modules():
         if type(layer).__name__.removeprefix("FSDP") in (model._no_split_modules or ()):
             forward = vars(layer).setdefault("plain_forward", layer.forward)

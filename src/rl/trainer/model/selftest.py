@@ -5,7 +5,7 @@ The policy scores two samples that branch off one prefix, each alone and called 
 Face is, in evaluation mode. Then it scores them as training has them, in one packed row. The
 first mode whose difference is within rounding is used; a model without such a mode is refused.
 What both ways share (weights, rotary embeddings, adapters) is compared with inference on the first
-batch, before its optimizer step: see `ParityWatch`. So are gradients' inputs; gradients are not.
+batch, before its optimizer step: see `ParityWatch`. Gradients are not tested.
 
 The test runs in float32, where rounding hides little. FlexAttention and compiled layers have
 kernels for each type, so they are tested in the run's type too. Windows that exceed the samples

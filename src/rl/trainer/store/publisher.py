@@ -1,5 +1,5 @@
-"""The threads that announce, write and delete policy versions while the next step trains: one on
-each rank, for the rank's slices.
+"""Publishes policy versions while the next step trains. A thread on each rank writes the rank's
+slices; rank 0 announces versions and deletes old ones.
 
 A version is announced (`Published`) as soon as its digests are known, so that servers can read it
 from the trainer's memory, and again when its files are complete. They are made durable after that,
@@ -149,8 +149,8 @@ class Publisher:
     def _make_durable(
         self, number: int, path: Path, needed: Acknowledged | None, checkpoints: Collection[int]
     ) -> None:
-        """Only now: after a power cut the version is trained again from the checkpoint and the
-        batches, which are durable."""
+        """Makes a version durable, then deletes the versions that nobody needs. A version lost in a
+        power cut is trained again from the durable checkpoint and batches."""
         with spans.span("make_durable", "publisher", number):
             make_durable(self.run_dir.digests(number))
             make_durable(path)
