@@ -12,7 +12,23 @@ ADD = {
 }
 
 
-QUESTION = {"role": "user", "content": "What is 1 + 2?"}
+def user(content) -> dict:
+    return {"role": "user", "content": content}
+
+
+def system(content) -> dict:
+    return {"role": "system", "content": content}
+
+
+def assistant(content, **more) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
+def tool(content, tool_call_id=None) -> dict:
+    return {"role": "tool", "tool_call_id": tool_call_id, "content": content}
+
+
+QUESTION, THREE, SURE = user("What is 1 + 2?"), assistant("3"), user("Sure?")
 
 
 def call_of(name="add", arguments='{"a": 1}', id="1"):
@@ -29,6 +45,13 @@ def odd_ids(renderer, text):
     ids = [id for piece in pieces for character in piece for id in renderer.encode(character)]
     assert ids != renderer.encode(text) and renderer.decode(ids) == text
     return ids
+
+
+def added(renderer, before, messages, num_old=2, tools=None) -> str:
+    """What the next prompt adds, as text, to the ids before, which it leaves as they are."""
+    ids = renderer.next_prompt_ids(before, messages, num_old, tools)
+    assert ids[: len(before)] == before
+    return renderer.text(ids[len(before) :])
 
 
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

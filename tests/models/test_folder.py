@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoTokenizer, GenerationConfig
 
 from rl.config.run import ModelConfig, RLConfig
 from rl.inference.weight_files import weight_files
@@ -25,6 +26,7 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.digests import HASH, digest_of_file
 from rl.run_dir.safetensors import model_files, read_header, tensor_digests
 from rl.system.errors import RunError
+from tests.models.conversations import assistant, user
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -45,20 +47,33 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "rl" / "models"
 
 
+def resolved(folder, **model) -> str:
+    return resolve_model(ModelConfig(name=str(folder), **model))
+
+
+def run_on(folder, **model) -> RLConfig:
+    """A run on the model of a folder."""
+    return RLConfig(
+        model={"name": str(folder)} | model, orchestrator={"environment": [{"id": "e"}]}
+    )
+
+
+def replace_text(path, text) -> None:
+    """Writes a file in place of a link."""
+    path.unlink(missing_ok=True)
+    path.write_text(text)
+
+
 def test_a_complete_folder_is_itself(model, monkeypatch):
-    assert resolve_model(ModelConfig(name=str(model))) == str(model)
+    assert resolved(model) == str(model)
     monkeypatch.chdir(model.parent)
-    assert resolve_model(ModelConfig(name="tiny")) == str(model)
+    assert resolved("tiny") == str(model)
 
 
 def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     """One of another run, whose digests lie in it; a model without any is taken as it is."""
     digests = {"hash": HASH, "tensors": tensor_digests(model_files(folder)[0])}
-    config = RLConfig(
-        name="r",
-        model={"name": str(folder), "max_model_len": 1024},
-        orchestrator={"environment": [{"id": "e"}]},
-    )
+    config = run_on(folder, max_model_len=1024)
     assert sound_model(config) == str(folder)
     (folder / "digests.json").write_text(json.dumps(digests))
     assert sound_model(config) == str(folder)
@@ -76,11 +91,7 @@ def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
 
 def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monkeypatch):
     """vLLM would refuse it minutes later, and name a variable that allows it."""
-    config = RLConfig(
-        name="r",
-        model={"name": str(folder), "max_model_len": 1025},
-        orchestrator={"environment": [{"id": "e"}]},
-    )
+    config = run_on(folder, max_model_len=1025)
     with pytest.raises(
         RunError,
         match=r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set "
@@ -130,7 +141,7 @@ def test_only_plain_positions_have_a_longest_sequence(config, longest):
 def test_what_a_folder_lacks_is_named(folder, file, words):
     (folder / file).unlink()
     with pytest.raises(RunError, match=f"not a complete Hugging Face model, it lacks {words}"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +154,9 @@ def test_what_a_folder_lacks_is_named(folder, file, words):
     ],
 )
 def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault):
-    (folder / "tokenizer.json").unlink()
-    (folder / "tokenizer.json").write_text(text)
+    replace_text(folder / "tokenizer.json", text)
     with pytest.raises(RunError, match=f"{folder}/tokenizer.json: {fault}"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 def test_a_delta_version_is_no_model(folder):
@@ -156,7 +166,7 @@ def test_a_delta_version_is_no_model(folder):
         match=rf"only what differs from the version before; `rl export RUN@{folder.name} --to DIR` "
         r"makes it whole",
     ):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 def test_a_missing_shard_is_named(folder):
@@ -164,61 +174,51 @@ def test_a_missing_shard_is_named(folder):
         json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})
     )
     with pytest.raises(RunError, match=r"it lacks model-00002\.safetensors"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "no such thing"])
 def test_no_folder_and_no_id(name):
     with pytest.raises(RunError, match=f"model.name = '{name}'"):
-        resolve_model(ModelConfig(name=name))
+        resolved(name)
 
 
 def test_chat_template(folder, cache, tmp_path):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    replace_text(folder / "tokenizer_config.json", json.dumps(config))
     with pytest.raises(RunError, match=r"no chat template; set --model\.chat_template to chatml"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
     template = tmp_path / "chatml.jinja"
     with pytest.raises(RunError, match=r"model.chat_template = .*no such file"):
-        resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
+        resolved(folder, chat_template=str(template))
     template.write_text("{{ messages[0].content }}!")
-    resolved = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
-    assert os.path.dirname(resolved) == str(cache)
-    assert resolve_model(ModelConfig(name=str(folder), chat_template=str(template))) == resolved
-    from transformers import AutoTokenizer
-
+    target = resolved(folder, chat_template=str(template))
+    assert os.path.dirname(target) == str(cache)
+    assert resolved(folder, chat_template=str(template)) == target
     assert (
-        AutoTokenizer.from_pretrained(resolved).apply_chat_template(
-            [{"role": "user", "content": "hi"}], tokenize=False
-        )
+        AutoTokenizer.from_pretrained(target).apply_chat_template([user("hi")], tokenize=False)
         == "hi!"
     )
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config | {"eos_token": "<|im_start|>"})
     )
-    corrected = resolve_model(ModelConfig(name=str(folder), chat_template=str(template)))
+    corrected = resolved(folder, chat_template=str(template))
     assert (
-        corrected != resolved
-        and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
+        corrected != target and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
     )
 
 
-CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "so"}]
+CHAT = [user("hi"), assistant("so")]
 
 
 def test_chatml_is_built_in(folder, cache, monkeypatch):
     """As ChatML's tokens are the model's own; a model without them ends messages as it ends
     texts, and begins with its own first token."""
-    from transformers import AutoTokenizer
-
     monkeypatch.chdir(folder)
     (folder / "chatml").write_text("a file of that name is ./chatml")
-    config = RLConfig.model_validate(
-        {"model": {"name": str(folder), "chat_template": "chatml"}}
-    ).with_absolute_paths()
+    config = run_on(folder, chat_template="chatml").with_absolute_paths()
     renderer = load_renderer(resolve_model(config.model), config.renderer)
     assert (
         renderer.render(CHAT)
@@ -231,8 +231,7 @@ def test_chatml_is_built_in(folder, cache, monkeypatch):
         text = (
             (folder / name).read_text().replace("<|im_end|>", "</s>").replace("<|im_start|>", "<s>")
         )
-        (folder / name).unlink()
-        (folder / name).write_text(text)
+        replace_text(folder / name, text)
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(config.model))
     assert (
         tokenizer.apply_chat_template(CHAT, tokenize=False)
@@ -263,9 +262,7 @@ def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, giv
     """Given ChatML, or with it in its own tokenizer, as Qwen3-0.6B-Base. The policy learns to
     end with <|im_end|>, and who loads its files stops where these say: vLLM's own routes,
     transformers, and whatever reads a version or an export."""
-    from transformers import AutoTokenizer, GenerationConfig
-
-    config = RLConfig.model_validate({"model": {"name": str(base), "chat_template": given}})
+    config = run_on(base, chat_template=given)
     folder = Path(resolve_model(config.model))
     assert folder.parent == cache and load_renderer(
         str(folder), config.renderer
@@ -277,16 +274,13 @@ def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, giv
     )
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 0, 9]
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2, 0, 9]
-    assert resolve_model(ModelConfig(name=str(folder))) == str(folder), (
-        "its versions say it themselves"
-    )
+    assert resolved(folder) == str(folder), "its versions say it themselves"
     assert AutoTokenizer.from_pretrained(base).eos_token == "<|endoftext|>"
 
 
 def test_the_tokens_at_which_vllm_stops_end_an_answer(base):
     """Those of generation_config.json, such as Llama's <|eom_id|>; else those of config.json."""
-    config = RLConfig.model_validate({"model": {"name": str(base)}})
-    assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 9]
+    config = run_on(base)
     (base / "generation_config.json").write_text('{"temperature": 0.6}')
     (base / "config.json").write_text('{"eos_token_id": 7}')
     assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 7]
@@ -353,8 +347,6 @@ def test_the_real_conversion():
     folder = cache_root() / "HuggingFaceTB--SmolLM2-135M-Instruct"
     if not folder.is_dir():
         pytest.skip("not converted on this machine: python -m rl.models.folder")
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert (
@@ -363,9 +355,7 @@ def test_the_real_conversion():
         == tokenizer.eos_token_id
     )
     assert tokenizer.tokenize("12+3") == ["1", "2", "+", "3"]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
+    text = tokenizer.apply_chat_template([user("hi")], tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -404,13 +394,13 @@ def test_files_beside_the_model_are_not_the_model(folder):
         RunError,
         match=r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave",
     ):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert model_files(folder) == weight_files(folder) == [model]
     assert weights_digest(folder) == before
     index.write_text(json.dumps({"weight_map": {"a": "consolidated.safetensors"}}))
     with pytest.raises(RunError, match=r"lacks model.safetensors in its index"):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 @pytest.mark.parametrize(
@@ -440,12 +430,11 @@ def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, 
     """transformers adds adapters that lie beside a model, vLLM does not; and neither takes
     shards without an index."""
     for name, text in change.items():
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).write_text(text)
+        replace_text(folder / name, text)
         if "model" in name:
             (folder / "model.safetensors").unlink()
     with pytest.raises(RunError, match=said):
-        resolve_model(ModelConfig(name=str(folder)))
+        resolved(folder)
 
 
 def test_a_template_over_a_version_of_another_run(folder, cache):
@@ -456,12 +445,7 @@ def test_a_template_over_a_version_of_another_run(folder, cache):
         "files": {config.name: digest_of_file(config)},
     }
     (folder / "digests.json").write_text(json.dumps(content | {"made_by": {}}))
-    run = RLConfig.model_validate(
-        {
-            "model": {"name": str(folder), "chat_template": "chatml", "max_model_len": 64},
-            "orchestrator": {"environment": [{"id": "e"}]},
-        }
-    )
+    run = run_on(folder, chat_template="chatml", max_model_len=64)
     assert sound_model(run).startswith(str(cache))
 
 

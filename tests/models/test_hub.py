@@ -82,24 +82,6 @@ def model(folder, **files):
     return folder
 
 
-def test_a_model_is_pushed_to_a_repository_that_is_private_unless_wanted_otherwise(stub, tmp_path):
-    folder = model(tmp_path / "m")
-    for repo, public, seen in (
-        ("me/mine", False, "private"),
-        ("me/ours", True, "seen by everybody"),
-    ):
-        hub.check_push(repo, public=public, overwrite=False)
-        assert hub.push(folder, repo, "Step 3 of x", public=public, overwrite=False) == (
-            f"{stub.url}/{repo}",
-            seen,
-        )
-        assert (
-            stub.files[repo] == {"config.json": b"{}", "model.safetensors": b"weights"}
-            and stub.private[repo] != public
-        )
-    assert stub.commits == ["Step 3 of x"] * 2
-
-
 def test_a_model_that_is_there_is_replaced_whole_where_that_is_wanted(stub, tmp_path):
     stub.private["me/mine"] = True
     stub.files["me/mine"] = {

@@ -17,7 +17,19 @@ from rl.models.renderer import published_names
 from rl.models.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS, byte_tokenizer
 from rl.orchestrator.workers.setups import policy_spec
 from tests.models.conftest import load_renderer
-from tests.models.conversations import ADD, PARSED, QUESTION, call_of, odd_ids
+from tests.models.conversations import (
+    ADD,
+    PARSED,
+    QUESTION,
+    SURE,
+    THREE,
+    added,
+    assistant,
+    call_of,
+    odd_ids,
+    tool,
+    user,
+)
 
 # What is chosen
 
@@ -57,11 +69,7 @@ def test_a_changed_template_is_not_taken_for_qwen3(qwen, qwen_path, templated):
     assert changed != qwen().tokenizer.chat_template
     renderer = templated(qwen_path, changed)
     assert type(renderer).__name__ == "TemplateRenderer" and renderer.supports_tools
-    messages = [
-        QUESTION,
-        {"role": "assistant", "content": None, "tool_calls": [call_of()]},
-        {"role": "tool", "content": "3"},
-    ]
+    messages = [QUESTION, assistant(None, tool_calls=[call_of()]), tool("3")]
     assert "<tool_response>\nResult: 3\n" in renderer.text(renderer.prompt_ids(messages, [ADD]))
 
 
@@ -85,9 +93,9 @@ def test_errors_name_the_remedy(tmp_path, plain_path, templated):
         CHAT_TEMPLATE + "{% if messages|length > 2 %}{{ raise_exception('long') }}{% endif %}",
     )
     with pytest.raises(RendererError, match=r"user, assistant, user: long; .*model\.chat_template"):
-        strict.prompt_ids([QUESTION, {"role": "assistant", "content": "3"}, QUESTION])
+        strict.prompt_ids([QUESTION, THREE, QUESTION])
     with pytest.raises(RendererError, match="a user message has content of type image_url"):
-        strict.prompt_ids([{"role": "user", "content": [{"type": "image_url"}]}])
+        strict.prompt_ids([user([{"type": "image_url"}])])
 
 
 def test_importing_is_light():
@@ -137,12 +145,14 @@ def test_an_answer_of_glm_ends_with_the_token_that_begins_the_next_turn(tmp_path
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     renderer = load_renderer(str(tmp_path), RendererConfig(name=name, enable_thinking=thinks))
     assert renderer.stop_token_ids == ids
-    ask = {"role": "user", "content": "What is 1 + 2?"}
-    plain = renderer.answer_ids([ask, {"role": "assistant", "content": "3"}])
+    plain = renderer.answer_ids([QUESTION, THREE])
     assert plain[-1] == ids[1] and renderer.until_stop(plain) == plain[:-1]
-    talk = [ask, {"role": "assistant", "content": "3"}, ask]
-    assert renderer.next_prompt_ids(renderer.prompt_ids([ask]) + plain, talk, 2).count(ids[1]) == 2
-    calls = [ask, {"role": "assistant", "content": "", "tool_calls": [call_of()]}]
+    talk = [QUESTION, THREE, QUESTION]
+    assert (
+        renderer.next_prompt_ids(renderer.prompt_ids([QUESTION]) + plain, talk, 2).count(ids[1])
+        == 2
+    )
+    calls = [QUESTION, assistant("", tool_calls=[call_of()])]
     called = renderer.answer_ids(calls)
     assert called[-1] == ids[2] and "<tool_call>add" in renderer.text(called)
 
@@ -158,11 +168,7 @@ def three_turns(renderer, end):
         'Again <tool_call>\n{"name": "add", "ar',
         "It is three.",
     ]
-    additions = [
-        {"role": "tool", "tool_call_id": "1", "content": "1"},
-        {"role": "user", "content": "Go on."},
-        {"role": "user", "content": "Sure?"},
-    ]
+    additions = [tool("1", "1"), user("Go on."), SURE]
     messages, ids = [QUESTION], renderer.prompt_ids([QUESTION], [ADD])
     for turn, (text, addition) in enumerate(zip(spoken, additions, strict=True)):
         completion = odd_ids(renderer, text) + ([] if turn == 1 else [end])
@@ -170,17 +176,12 @@ def three_turns(renderer, end):
         num_old, before = len(messages), ids + completion
         messages.append(addition)
         ids = renderer.next_prompt_ids(before, messages, num_old, [ADD])
-        assert ids[: len(before)] == before
-        assert ids[len(before)] == end if turn == 1 else ids[len(before)] != end
-        role = (
-            "user\n<tool_response>\n1\n</tool_response>"
-            if turn == 0
-            else f"user\n{addition['content']}"
-        )
+        assert (ids[len(before)] == end) == (turn == 1)
+        said = addition["content"] if turn else "<tool_response>\n1\n</tool_response>"
         closed = "<|im_end|>" if turn == 1 else ""
         assert (
-            renderer.text(ids[len(before) :])
-            == f"{closed}\n<|im_start|>{role}<|im_end|>\n<|im_start|>assistant\n"
+            added(renderer, before, messages, num_old, [ADD])
+            == f"{closed}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n"
         )
     assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     return messages, ids
@@ -217,15 +218,11 @@ def test_a_renderer_of_the_package_and_ours_read_alike(qwen, name, text, content
 @pytest.mark.parametrize(
     "message",
     [
-        {"role": "assistant", "content": "Three, I think."},
-        {
-            "role": "assistant",
-            "content": "I add.",
-            "tool_calls": [call_of(), call_of("add", '{"a": {"b": [1, "é\\n\\""]}}')],
-        },
-        {"role": "assistant", "content": "", "tool_calls": [call_of()]},
-        {"role": "assistant", "content": "Three.", "reasoning_content": "One and\ntwo."},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call_of()]},
+        assistant("Three, I think."),
+        assistant("I add.", tool_calls=[call_of(), call_of("add", '{"a": {"b": [1, "é\\n\\""]}}')]),
+        assistant("", tool_calls=[call_of()]),
+        assistant("Three.", reasoning_content="One and\ntwo."),
+        assistant("", reasoning_content="Hm.", tool_calls=[call_of()]),
     ],
 )
 def test_a_rendered_message_is_read_back(smol, qwen, message):
@@ -251,16 +248,9 @@ def test_a_rendered_message_is_read_back(smol, qwen, message):
 
 @pytest.mark.parametrize("name", ["auto", "template"])
 def test_thinking_is_kept_or_dropped_as_set(qwen, name):
-    ask = [
-        QUESTION,
-        {"role": "assistant", "content": "3", "reasoning_content": "Hm."},
-        {"role": "user", "content": "Sure?"},
-    ]
-    call = [
-        QUESTION,
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call_of()]},
-    ]
-    call.append({"role": "tool", "tool_call_id": "1", "content": "3"})
+    ask = [QUESTION, assistant("3", reasoning_content="Hm."), SURE]
+    call = [QUESTION, assistant("", reasoning_content="Hm.", tool_calls=[call_of()])]
+    call.append(tool("3", "1"))
     extended = {}
     for retention in ("all", "tool_cycle", "template"):
         renderer = qwen(name=name, thinking_retention=retention)
@@ -273,15 +263,10 @@ def test_thinking_is_kept_or_dropped_as_set(qwen, name):
             ids = renderer.next_prompt_ids(before, messages, 2, [ADD])
             extended[retention, messages[-1]["role"]] = ids is not None
             if ids:
-                tail = (
-                    "user\nSure?"
-                    if messages is ask
-                    else "user\n<tool_response>\n3\n</tool_response>"
-                )
-                assert ids[: len(before)] == before
+                tail = "Sure?" if messages is ask else "<tool_response>\n3\n</tool_response>"
                 assert (
-                    renderer.text(ids[len(before) :])
-                    == f"\n<|im_start|>{tail}<|im_end|>\n<|im_start|>assistant\n"
+                    added(renderer, before, messages, tools=[ADD])
+                    == f"\n<|im_start|>user\n{tail}<|im_end|>\n<|im_start|>assistant\n"
                 )
             if messages is call:
                 assert ids == renderer.prompt_ids(messages, [ADD])
@@ -300,21 +285,13 @@ def test_thinking_that_was_cut_off_is_closed(qwen, name, close):
     answer = renderer.parse(spoken, [ADD])
     assert (answer.content, answer.reasoning.strip(), answer.tool_calls) == ("", "Hm, one and", [])
     before = renderer.prompt_ids([QUESTION]) + spoken
-    ids = renderer.next_prompt_ids(
-        before, [QUESTION, assistant_message(answer), {"role": "user", "content": "Go on."}], 2
-    )
-    assert ids[: len(before)] == before
+    talk = [QUESTION, assistant_message(answer), user("Go on.")]
     assert (
-        renderer.text(ids[len(before) :])
+        added(renderer, before, talk)
         == f"{close}<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     )
     faithful = qwen(name=name, thinking_retention="template")
-    assert (
-        faithful.next_prompt_ids(
-            before, [QUESTION, assistant_message(answer), {"role": "user", "content": "Go on."}], 2
-        )
-        is None
-    )
+    assert faithful.next_prompt_ids(before, talk, 2) is None
 
 
 @pytest.mark.parametrize("name", ["auto", "template"])
@@ -323,14 +300,8 @@ def test_thinking_can_be_switched_off(qwen, name):
     prompt = renderer.prompt_ids([QUESTION])
     assert renderer.text(prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     before = prompt + renderer.encode("3<|im_end|>")
-    ids = renderer.next_prompt_ids(
-        before,
-        [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": "Sure?"}],
-        2,
-    )
-    assert ids[: len(before)] == before and renderer.text(ids).endswith(
-        "assistant\n<think>\n\n</think>\n\n"
-    )
+    tail = added(renderer, before, [QUESTION, THREE, SURE])
+    assert tail.endswith("assistant\n<think>\n\n</think>\n\n")
     assert renderer.parse(renderer.encode("3<|im_end|>"), prompt_ids=prompt).content == "3"
 
 

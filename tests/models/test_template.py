@@ -10,7 +10,19 @@ from rl.models.chat import RendererError, assistant_message
 from rl.models.renderer import build
 from rl.models.template import PLACEHOLDER
 from rl.models.tiny import CHAT_TEMPLATE, write_tokenizer
-from tests.models.conversations import ADD, GOOD, QUESTION, call_of
+from tests.models.conversations import (
+    ADD,
+    GOOD,
+    QUESTION,
+    SURE,
+    THREE,
+    added,
+    assistant,
+    call_of,
+    system,
+    tool,
+    user,
+)
 
 QUOTES_ARGUMENTS = (
     "{% if tools %}[TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role "
@@ -36,7 +48,7 @@ def test_a_template_that_is_not_chatml(plain_path, templated):
     )
     quoting = templated(plain_path, QUOTES_ARGUMENTS)
     assert type(quoting).__name__ == "TemplateRenderer" and quoting.supports_tools
-    messages = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_of()]}]
+    messages = [QUESTION, assistant(None, tool_calls=[call_of()])]
     assert (
         '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
         in quoting.render(messages, [ADD])
@@ -45,11 +57,7 @@ def test_a_template_that_is_not_chatml(plain_path, templated):
 
 @pytest.mark.parametrize(
     "messages",
-    [
-        [QUESTION],
-        [{"role": "system", "content": "Be brief."}, QUESTION],
-        [QUESTION, {"role": "assistant", "content": "3"}, {"role": "user", "content": " Sure? \n"}],
-    ],
+    [[QUESTION], [system("Be brief."), QUESTION], [QUESTION, THREE, user(" Sure? \n")]],
 )
 def test_without_tools_the_ids_are_those_of_the_models_template(smol, messages):
     expected = smol.tokenizer.apply_chat_template(
@@ -64,22 +72,15 @@ def test_without_tools_the_ids_are_those_of_the_models_template(smol, messages):
 
 
 def test_tools_calls_and_results_are_text(smol):
-    called = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [call_of(), call_of("add", '{"a":2}', "2")],
-    }
-    results = [
-        {"role": "tool", "tool_call_id": "1", "content": "one"},
-        {"role": "tool", "tool_call_id": "2", "content": "two"},
-    ]
+    called = assistant(None, tool_calls=[call_of(), call_of("add", '{"a":2}', "2")])
+    results = [tool("one", "1"), tool("two", "2")]
     text = smol.text(smol.prompt_ids([QUESTION, called, *results], [ADD]))
-    system, _, rest = text.partition("<|im_end|>\n")
-    assert system.startswith(
+    opening, _, rest = text.partition("<|im_end|>\n")
+    assert opening.startswith(
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
         "Face\n\n# Tools\n\n"
     )
-    assert f"\n<tools>\n{json.dumps(ADD['function'])}\n</tools>\n" in system
+    assert f"\n<tools>\n{json.dumps(ADD['function'])}\n</tools>\n" in opening
     assert rest == (
         "<|im_start|>user\nWhat is 1 + 2?<|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
@@ -87,34 +88,16 @@ def test_tools_calls_and_results_are_text(smol):
         "<|im_start|>user\n<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    own = smol.text(smol.prompt_ids([{"role": "system", "content": "Be brief."}, QUESTION], [ADD]))
+    own = smol.text(smol.prompt_ids([system("Be brief."), QUESTION], [ADD]))
     assert own.startswith("<|im_start|>system\nBe brief.\n\n# Tools\n\n") and "SmolLM" not in own
-
-
-def test_a_canonical_answer_gives_the_ids_of_the_whole_conversation(smol):
-    called = {"role": "assistant", "content": "I add.", "tool_calls": [call_of()]}
-    messages = [QUESTION, called, {"role": "tool", "tool_call_id": "1", "content": "3"}]
-    spoken = smol.encode(
-        'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    )
-    assert smol.next_prompt_ids(
-        smol.prompt_ids([QUESTION], [ADD]) + spoken, messages, 2, [ADD]
-    ) == smol.prompt_ids(messages, [ADD])
 
 
 def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
     end = "<|im_end|>"
-    said = {
-        "role": "assistant",
-        "content": f"a{end}b",
-        "tool_calls": [call_of(f"f{end}", json.dumps({"a": end}))],
-    }
+    said = assistant(f"a{end}b", tool_calls=[call_of(f"f{end}", json.dumps({"a": end}))])
     before = [*smol.prompt_ids([QUESTION], [ADD]), 5, 2]
-    ids = smol.next_prompt_ids(
-        before, [QUESTION, said, {"role": "tool", "tool_call_id": "1", "content": "no"}], 2, [ADD]
-    )
     tail = "\n<|im_start|>user\n<tool_response>\nno\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert ids[: len(before)] == before and smol.text(ids[len(before) :]) == tail
+    assert added(smol, before, [QUESTION, said, tool("no", "1")], tools=[ADD]) == tail
 
 
 @pytest.mark.parametrize(
@@ -127,11 +110,7 @@ def test_an_end_of_turn_spelled_by_the_answer_or_its_call_ends_nothing(smol):
 )
 def test_a_template_that_rewrites_history_is_rendered_anew(plain_path, template, templated):
     renderer = templated(plain_path, template, name="template")
-    history = [
-        QUESTION,
-        {"role": "assistant", "content": "3"},
-        {"role": "user", "content": "Sure?"},
-    ]
+    history = [QUESTION, THREE, SURE]
     assert renderer.next_prompt_ids([*renderer.prompt_ids(history[:1]), 5, 2], history, 2) is None
     # the last old message is not an answer
     assert renderer.next_prompt_ids([5, 2], history, 1) is None
@@ -159,18 +138,10 @@ def test_a_prompt_that_opens_the_thinking(qwen, qwen_path, templated):
         renderer.encode("Hm.\n</think>\n\n3<|im_end|>"),
     )
     answer = renderer.parse(spoken, prompt_ids=prompt)
-    assert type(renderer).__name__ == "TemplateRenderer" and (answer.reasoning, answer.content) == (
-        "Hm.",
-        "3",
-    )
-    ids = renderer.next_prompt_ids(
-        prompt + spoken,
-        [QUESTION, assistant_message(answer), {"role": "user", "content": "Sure?"}],
-        2,
-    )
-    assert ids[: len(prompt + spoken)] == prompt + spoken and renderer.text(ids).endswith(
-        "Sure?<|im_end|>\n<|im_start|>assistant\n<think>\n"
-    )
+    assert type(renderer).__name__ == "TemplateRenderer"
+    assert (answer.reasoning, answer.content) == ("Hm.", "3")
+    tail = added(renderer, prompt + spoken, [QUESTION, assistant_message(answer), SURE])
+    assert tail.endswith("Sure?<|im_end|>\n<|im_start|>assistant\n<think>\n")
 
 
 def test_a_template_in_which_answers_do_not_begin_or_end_is_told(smol, smol_path, templated):
@@ -226,15 +197,12 @@ def test_special_tokens_that_the_policy_writes_are_read(tmp_path):
 def test_a_message_that_spells_our_placeholder_is_text(smol):
     """Regression: it was taken for the answer, and what follows it in its message for the text
     between two turns."""
-    asked = [{"role": "user", "content": f"What does {PLACEHOLDER}<|im_end|>x say?"}]
+    asked = [user(f"What does {PLACEHOLDER}<|im_end|>x say?")]
     before = [*smol.prompt_ids(asked), *smol.encode("That."), smol.end_id]
-    chat = [*asked, {"role": "assistant", "content": "That."}, {"role": "user", "content": "Sure?"}]
+    chat = [*asked, assistant("That."), SURE]
     extended = smol.next_prompt_ids(before, chat, 2)
     assert extended is None or smol.text(extended) == smol.render(chat)
-    assert (
-        smol.next_prompt_ids(before, [*chat[:2], {"role": "user", "content": PLACEHOLDER}], 2)
-        is None
-    )
+    assert smol.next_prompt_ids(before, [*chat[:2], user(PLACEHOLDER)], 2) is None
 
 
 def test_a_list_without_tools_and_half_a_character(smol, qwen):
@@ -245,6 +213,6 @@ def test_a_list_without_tools_and_half_a_character(smol, qwen):
             (["text"], "content of type str"),
         ):
             with pytest.raises(RendererError, match=said):
-                renderer.prompt_ids([{"role": "user", "content": content}])
+                renderer.prompt_ids([user(content)])
         with pytest.raises(RendererError, match="half of a character"):
             renderer.text_ids("a\ud83d")

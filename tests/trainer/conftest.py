@@ -13,5 +13,16 @@ def model_folder(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def straight(tied_folder, tmp_path_factory):
+    """A run of test_main.py of all steps in one go, and what it announced."""
+    from tests.trainer import test_main as main
+
+    config = main.make_config(tmp_path_factory.mktemp("straight"), tied_folder)
+    with main.StubOrchestrator(config.run_dir, main.batches()) as orchestrator:
+        main.run_trainer(config)
+    return config.run_dir, orchestrator
+
+
+@pytest.fixture(scope="session")
 def tied_folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tied")

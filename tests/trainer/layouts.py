@@ -150,7 +150,7 @@ def make_batches(alone: bool) -> list[TrainBatch]:
     return batches
 
 
-def give_routes(batch: TrainBatch, layers: int, experts: int) -> None:
+def give_routes(batch: TrainBatch, layers: int = 2, experts: int = 8) -> None:
     """Two experts for each token and layer, which depend on the token and its position alone, so
     that prefixes are shared as before."""
     for sample in batch.samples:
@@ -186,6 +186,16 @@ def make_config(layout: Layout, folder: str) -> RLConfig:
 def whole(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def weights_of(model) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter).cpu() for name, parameter in model.named_parameters()}
+
+
+def gradients_of(model) -> dict[str, torch.Tensor]:
+    """Those that there are, by the names of their parameters."""
+    parameters = model.named_parameters()
+    return {name: whole(p.grad).cpu() for name, p in parameters if p.grad is not None}
 
 
 def state(model, optimizer) -> dict[str, torch.Tensor]:
@@ -235,7 +245,7 @@ def train(
     metrics, first, kept, noise = [], {}, Kept(), noise_of(model)
     for batch in make_batches(layout.alone):
         if layout.replay == "engine":
-            give_routes(batch, layers=2, experts=8)
+            give_routes(batch)
         packed = prepare(
             batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches
         )

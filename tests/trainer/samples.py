@@ -3,7 +3,7 @@
 import random
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,11 @@ def with_float32(folder: Path) -> Path:
     return folder
 
 
+def write_config(config: RLConfig) -> None:
+    """As `rl` writes it, for the processes of the run."""
+    write_file(config.run_dir.config, to_toml(config).encode())
+
+
 def run_config(root, model, steps: int, dtype: str, **trainer) -> RLConfig:
     """The settings of a run on the batches of these tests, which are written to its folder."""
     # the stub has no model
@@ -64,7 +69,7 @@ def run_config(root, model, steps: int, dtype: str, **trainer) -> RLConfig:
     config = RLConfig.model_validate(
         values | {"orchestrator": {"environment": [{"id": "test"}]}, "trainer": usual | trainer}
     )
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     return config
 
 
@@ -192,6 +197,19 @@ def save_checkpoint(path, step, model, optimizer, world, base=""):
         world,
         base=base,
     )
+
+
+def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+    """The same tensors by name, bit for bit."""
+    assert ours.keys() == theirs.keys()
+    assert not [name for name, tensor in ours.items() if not tensor.equal(theirs[name])]
+
+
+def assert_same_files(ours: RunDir, theirs: RunDir, *versions: int) -> None:
+    """The weights of these versions are the same, bit for bit."""
+    for version in versions:
+        mine, yours = (run_dir.weights(version) / "model.safetensors" for run_dir in (ours, theirs))
+        assert mine.read_bytes() == yours.read_bytes(), version
 
 
 def assert_alike(ours: RunDir, theirs: RunDir, version: int) -> None:

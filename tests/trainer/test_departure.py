@@ -14,7 +14,7 @@ from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import WRONG_SETTINGS
 from rl.trainer.departure import Departure
-from tests.trainer.samples import assert_alike
+from tests.trainer.samples import assert_alike, assert_same_files
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.trainer.test_main import STEPS, batches, make_config, run_trainer, start_trainer
 from tests.waiting import until
@@ -51,15 +51,6 @@ def told_in_step_3(monkeypatch):
     yield tell
 
 
-@pytest.fixture(scope="module")
-def straight(tied_folder, tmp_path_factory):
-    """A run of all steps in one go."""
-    config = make_config(tmp_path_factory.mktemp("straight"), tied_folder)
-    with StubOrchestrator(config.run_dir, batches()):
-        run_trainer(config)
-    return config.run_dir
-
-
 def steps_of(run_dir) -> list[int]:
     return [step for step, _ in read_metrics(run_dir.metrics)]
 
@@ -85,11 +76,7 @@ def assert_goes_on(config, straight, step: int) -> None:
     assert set(orchestrator.asked) == set(range(step + 1, STEPS + 1))
     assert [version for version, _ in orchestrator.published] == list(range(step, STEPS + 1))
     assert steps_of(config.run_dir) == list(range(1, STEPS + 1))
-    for version in range(1, STEPS + 1):
-        ours, theirs = (
-            d.weights(version) / "model.safetensors" for d in (config.run_dir, straight)
-        )
-        assert ours.read_bytes() == theirs.read_bytes(), version
+    assert_same_files(config.run_dir, straight[0], *range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 7.0])
@@ -150,7 +137,7 @@ def test_two_ranks_of_which_the_first_is_told(straight, tied_folder, tmp_path, t
     with StubOrchestrator(config.run_dir, batches()) as orchestrator:
         run_trainer(config, ranks=2)
     assert set(orchestrator.asked) == {4, 5}
-    assert_alike(config.run_dir, straight, STEPS)
+    assert_alike(config.run_dir, straight[0], STEPS)
 
 
 @pytest.mark.parametrize("grace_s", ["", "1"])

@@ -11,20 +11,19 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.inference.weight_files import trained_names
 from rl.launch.children import Children
 from rl.main import subcommand
 from rl.models.folder import weights_digest
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.files import write_file
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from tests.families import UNTIED, make_seeing_model
 from tests.models.hub_stub import TOKEN, HubStub
-from tests.trainer.samples import save_checkpoint, toy_step
+from tests.trainer.layouts import weights_of
+from tests.trainer.samples import assert_equal, save_checkpoint, toy_step, write_config
 from tests.web import serving
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
@@ -43,7 +42,7 @@ def make_run(root, model_folder, world, dtype="bfloat16", **trainer):
         "trainer": {"optim": {"lr": 1e-2}, "attention": "eager"} | trainer,
     }
     config = RLConfig.model_validate(settings)
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     torch.manual_seed(0)
     model = load_policy(str(model_folder), config.model, config.trainer, world)
     optimizer = make_optimizer(model, config.trainer.optim)
@@ -82,22 +81,14 @@ def load(folder, dtype="float32"):
 def test_a_checkpoint_gives_the_masters_and_what_was_published(model_folder, world, tmp_path):
     run_dir, model = make_run(tmp_path, model_folder, world)
     export(run_dir.root, "--to", tmp_path / "masters", "--dtype", "float32")
-    exported = dict(load(tmp_path / "masters").named_parameters())
-    assert (
-        all(
-            torch.equal(parameter.full_tensor(), exported.pop(name))
-            for name, parameter in model.named_parameters()
-        )
-        and not exported
-    )
+    assert_equal(dict(load(tmp_path / "masters").named_parameters()), weights_of(model))
     for step in (2, 3):  # out of a checkpoint, and out of a version
         export(f"{run_dir.root}@{step}", "--to", tmp_path / str(step))
-        ours, theirs = (
-            load_file(tmp_path / str(step) / "model.safetensors"),
-            load_file(run_dir.weights(step) / "model.safetensors"),
-        )
-        assert ours.keys() == theirs.keys() and all(
-            torch.equal(ours[name], theirs[name]) for name in theirs
+        assert_equal(
+            *(
+                load_file(f / "model.safetensors")
+                for f in (tmp_path / str(step), run_dir.weights(step))
+            )
         )
         configs = [
             json.loads((folder / "config.json").read_text())
@@ -172,12 +163,11 @@ def test_a_version_of_adapters_is_exported_and_merged(adapted, tied_folder, tmp_
     export(f"{run_dir.root}@3", "--to", tmp_path / "adapter")
     (tied_folder / "README.md").unlink()
     assert not (tmp_path / "adapter" / "README.md").exists()
-    ours, theirs = (
-        load_file(folder / "adapter_model.safetensors")
-        for folder in (tmp_path / "adapter", run_dir.weights(3))
-    )
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
+    assert_equal(
+        *(
+            load_file(f / "adapter_model.safetensors")
+            for f in (tmp_path / "adapter", run_dir.weights(3))
+        )
     )
     export(f"{run_dir.root}@3", "--to", tmp_path / "merged", "--merge", "--dtype", "bfloat16")
     expected = (

@@ -24,7 +24,6 @@ from tests.trainer.test_main import (
     ranks_of,
     run_trainer,
     start_trainer,
-    straight,  # noqa: F401
 )
 
 TIMEOUT_S, LATE_S = 3.0, 4.0
@@ -112,9 +111,7 @@ def test_a_rank_that_stands_still_is_named_after_the_deadline_of_a_collective(
 
 
 def test_nothing_ends_while_a_rank_waits_for_the_orchestrator_or_a_disk(
-    straight,  # noqa: F811
-    tied_folder,
-    tmp_path,
+    straight, tied_folder, tmp_path
 ):
     """For longer than a collective may take. Each wait is one that the other rank waits for."""
     config = make_config(tmp_path, tied_folder, rank_timeout_s=TIMEOUT_S)

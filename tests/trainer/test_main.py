@@ -10,29 +10,29 @@ import sys
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 import rl.trainer.main
 from rl.commands import serve_process
-from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
-from rl.config.trainer import OptimConfig
 from rl.launch.repair import repair
 from rl.records.run import Run
 from rl.run_dir.checksums import verify_version
-from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
 from rl.trainer.measure import tokens
-from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
-from tests.trainer.samples import assert_alike, make_batch, run_config
+from tests.trainer.samples import (
+    assert_alike,
+    assert_same_files,
+    make_batch,
+    run_config,
+    write_config,
+)
 from tests.trainer.stub_orchestrator import StubOrchestrator
 from tests.zygote import Forked, trainer_zygote
 
@@ -125,15 +125,6 @@ def ranks_of(count: int) -> list[dict[str, str]]:
     return [world | {"RANK": str(rank)} for rank in range(count)] if count > 1 else [{}]
 
 
-@pytest.fixture(scope="module")
-def straight(tied_folder, tmp_path_factory):
-    """A run of all steps in one go, and what it announced."""
-    config = make_config(tmp_path_factory.mktemp("straight"), tied_folder)
-    with StubOrchestrator(config.run_dir, batches()) as orchestrator:
-        run_trainer(config)
-    return config.run_dir, orchestrator
-
-
 def test_end_to_end(straight):
     run_dir, orchestrator = straight
     assert orchestrator.published == [(v, str(run_dir.weights(v))) for v in range(1, STEPS + 1)]
@@ -213,27 +204,10 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
         run_trainer(config)
     assert [version for version, _ in orchestrator.published] == [2, 3, 4, 5]
     assert orchestrator.asked == [3, 4, 5]
+    assert_same_files(run_dir, straight[0], *range(1, STEPS + 1))
     for version in range(1, STEPS + 1):
-        ours, theirs = (d.weights(version) / "model.safetensors" for d in (run_dir, straight[0]))
-        assert ours.read_bytes() == theirs.read_bytes(), version
         ours, theirs = (d.tokens(version) for d in (run_dir, straight[0]))
         assert ours.read_bytes() == theirs.read_bytes(), version
-
-
-def test_two_ranks_equal_one(straight, tied_folder, world, tmp_path):
-    """And the checkpoint that two ranks wrote loads on one."""
-    config = make_config(tmp_path, tied_folder)
-    with StubOrchestrator(config.run_dir, batches()):
-        run_trainer(config, ranks=2)
-    assert_alike(config.run_dir, straight[0], STEPS)
-    ours = load_file(config.run_dir.weights(STEPS) / "model.safetensors")
-    model = load_policy(str(tied_folder), config.model, config.trainer, world)
-    optimizer = make_optimizer(model, OptimConfig())
-    newest = checkpoint.newest(config.run_dir.checkpoints, world)
-    assert checkpoint.load(newest, model, optimizer, world) == STEPS
-    assert all(
-        (weight.full_tensor() == ours[name]).all() for name, weight in model.named_parameters()
-    )
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_folder, tmp_path):
@@ -268,11 +242,7 @@ def test_nothing_waits_for_itself_when_each_batch_needs_the_version_before(
     with orchestrator:
         assert "the run has ended: no more batches" in run_trainer(config)
     assert [version for version, _ in orchestrator.published] == [1, 2, 3]
-    for version in (1, 3):
-        ours, theirs = (
-            d.weights(version) / "model.safetensors" for d in (config.run_dir, straight[0])
-        )
-        assert ours.read_bytes() == theirs.read_bytes(), version
+    assert_same_files(config.run_dir, straight[0], 1, 3)
     latencies = [
         line.get("time/publish_latency") for line in read_metrics(config.run_dir.metrics).values()
     ]
@@ -292,7 +262,7 @@ def test_it_ends_before_it_trains_on_what_another_model_has_sampled(tied_folder,
     assert not read_metrics(config.run_dir.metrics), "no step was made"
     # then its log-probabilities are others, and the user was told
     config.orchestrator.sampling.top_p, config.max_steps = 0.5, 1
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     with StubOrchestrator(config.run_dir, batches(1)):
         run_trainer(config)
     assert read_metrics(config.run_dir.metrics)[1, "trainer"]["parity/agrees"] == 0.0
@@ -429,42 +399,21 @@ def test_faults_end_it_at_once_with_a_remedy(tmp_path, tied_folder):
 
 
 def test_fake_data_measures_the_trainer_alone(tied_folder, tmp_path):
-    flags = [
-        "--trainer.data.fake.samples",
-        "6",
-        "--trainer.data.fake.group_size",
-        "3",
-        "--model.name",
-        str(tied_folder),
-        "--name",
-        "bench",
-    ]
-    flags += ["--output_dir", str(tmp_path), "--max_steps", "3", "--trainer.gpus", "0"]
-    flags += ["--model.max_model_len", "1024"]  # else a line says that this is the model's own
+    # without max_model_len a line says that this is the model's own
+    flags = (
+        "--trainer.data.fake.samples 6 --trainer.data.fake.group_size 3 --name bench --max_steps 3 "
+        f"--trainer.gpus 0 --model.max_model_len 1024 --model.name {tied_folder} "
+        f"--output_dir {tmp_path}"
+    ).split()
     logs = [tmp_path / "rank-0.log", tmp_path / "rank-1.log"]
     ranks = [
         trainer_zygote().fork("trainer", *flags, log=log, env=os.environ | env)
         for log, env in zip(logs, ranks_of(2), strict=True)
     ]
+    said = r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak memory "
     choice, *lines = wait_for(ranks, 0).splitlines()
-    assert choice.startswith("trainer.attention: blocks for ") and [
-        line.split(":")[0] for line in lines
-    ] == [
-        "step 1",
-        "step 2",
-        "step 3",
-        "median of 2 steps",
-    ]
-    assert all(
-        re.search(
-            r"\d+ tokens/s, .* forward and backward [\d.]+ s, optimizer [\d.]+ s, .* peak "
-            r"memory [\d.]+ GiB$",
-            s,
-        )
-        for s in lines
-    )
-    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == [
-        "metrics",
-        "metrics.jsonl",
-        "status",
-    ]
+    assert choice.startswith("trainer.attention: blocks for ") and len(lines) == 4
+    for begin, line in zip(("step 1", "step 2", "step 3", "median of 2 steps"), lines, strict=True):
+        assert re.match(f"{begin}: {said}[\\d.]+ GiB$", line), line
+    written = " ".join(sorted(path.name for path in (tmp_path / "bench").iterdir()))
+    assert written == "metrics metrics.jsonl status"

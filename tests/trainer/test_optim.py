@@ -86,23 +86,6 @@ def test_steps_are_those_of_torch_and_vectors_are_not_decayed():
     )
 
 
-def test_biases_of_experts_are_not_decayed(tmp_path):
-    """They are stacked, so they have two dimensions."""
-    model = AutoModelForCausalLM.from_pretrained(
-        make_tiny_model(tmp_path / "model", CONFIGS["gpt_oss"])
-    )
-    groups = make_optimizer(model, OptimConfig(weight_decay=0.5)).param_groups
-    decayed = {
-        id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]
-    }
-    assert decayed == {
-        id(p)
-        for name, p in model.named_parameters()
-        if "norm" not in name and not name.endswith(("bias", "sinks"))
-    }
-    assert any(p.ndim == 2 for name, p in model.named_parameters() if name.endswith("bias"))
-
-
 def test_offload_needs_a_gpu():
     with pytest.raises(
         RunError, match=r"trainer.optim.offload moves .* without a GPU leave it false"

@@ -32,27 +32,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_five_functions_of_the_page_in_one_run(folder, model, world):
-    flags = [
-        "--name",
-        "r",
-        "--model.max_model_len",
-        "256",
-        "--orchestrator.sampling.max_tokens",
-        "8",
-        "--model.dtype",
-        "float32",
-    ]
-    flags += [
-        "--orchestrator.eval.interval",
-        "2",
-        "--orchestrator.eval.num_examples",
-        "2",
-        "--max_lag",
-        "0",
-        "--orchestrator.environment.eval_dataset",
-        "tasks.jsonl",
-    ]
-    config = build(parse_args(["@", "run.toml", *flags])).with_absolute_paths()
+    flags = (
+        "@ run.toml --name r --model.max_model_len 256 --orchestrator.sampling.max_tokens 8 "
+        "--model.dtype float32 --orchestrator.eval.interval 2 --orchestrator.eval.num_examples 2 "
+        "--max_lag 0 --orchestrator.environment.eval_dataset tasks.jsonl"
+    )
+    config = build(parse_args(flags.split())).with_absolute_paths()
     _, given, _ = play(config, model)
     rollouts = [line for step in (1, 2) for line in lines(config.run_dir.rollouts(step))]
     groups: dict[int, list[dict]] = {}

@@ -15,7 +15,7 @@ from rl.commands.branch import make
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
 from rl.run_dir.digests import HASH
-from rl.run_dir.files import CorruptFileError, write_file
+from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.origin import BranchOrigin
 from rl.run_dir.paths import RunDir, numbered
@@ -97,23 +97,14 @@ def recorded(request, batches, tied_folder, world, tmp_path_factory):
 def test_a_quarantined_step_changes_nothing(recorded):
     config, trainer, orchestrator = recorded
     run_dir = config.run_dir
-    assert [version for version, _ in orchestrator.published] == [
-        1,
-        2,
-        3,
-        4,
-    ] and QUARANTINED not in orchestrator.asked
+    assert [version for version, _ in orchestrator.published] == [*range(1, STEPS + 1)]
+    assert QUARANTINED not in orchestrator.asked
     of = {step: read_digests(run_dir.digests(step))["tensors"] for step in range(1, STEPS + 1)}
     assert of[2] == of[3] and first_difference(of[1], of[2]) and first_difference(of[3], of[4])
     assert list(numbered(run_dir.weights_dir)) == [2, 3, 4]  # 2 is a checkpoint's
     assert verify_version(run_dir.weights(3))["tensors"] == of[2]
     lines = read_metrics(run_dir.metrics)
-    assert [lines[step, "trainer"].get("quarantined") for step in range(1, STEPS + 1)] == [
-        None,
-        None,
-        1.0,
-        None,
-    ]
+    assert [step for (step, _), line in lines.items() if line.get("quarantined")] == [QUARANTINED]
     steps = {int(values["step"]) for values in trainer.context.optimizer.state.values()}
     each = trainer.context.settings.minibatches * trainer.context.settings.epochs
     assert steps == {(STEPS - 1) * each} and lines[STEPS, "trainer"]["optim/steps"] == each
@@ -128,12 +119,9 @@ def test_digests_are_those_of_the_bytes_in_the_file(recorded):
         name: blake3(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in tensors.items()
     }
-    assert (
-        content["made_by"]
-        | {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__}
-        == content["made_by"]
-    )
-    assert content["made_by"] | {"attention": "blocks", "compiled": False} == content["made_by"]
+    known = {"threads": 1, "ranks": 1, "deterministic": True, "torch": torch.__version__}
+    known |= {"attention": "blocks", "compiled": False}
+    assert content["made_by"] | known == content["made_by"]
     assert "files" in content and "files" not in read_digests(recorded[0].run_dir.digests(STEPS))
 
 
@@ -239,29 +227,30 @@ def test_another_batch_is_found_at_its_step(recorded, world, tmp_path):
 
 
 def test_damage_is_told_from_difference(recorded, world, tmp_path):
-    """A flipped bit of the weights, of their digests, and of the record."""
+    """A flipped bit of the weights, and half a record."""
     config, *_ = recorded
     digests = read_digests(config.run_dir.digests(STEPS))["tensors"]
     version = SimpleNamespace(
         image=SimpleNamespace(tensors=[]), made_by={}, digests_like=lambda _: digests
     )
-    first = next(iter(digests))
 
     def found(name, change):
         run_dir = copy_of(config.run_dir, tmp_path / name)
         change(run_dir)
         return compare(run_dir, STEPS, version, RankThreads())
 
-    def flip(run_dir):
-        path = next(run_dir.weights(STEPS).glob("*.safetensors"))
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+    first = next(iter(digests))
 
     def change(path):
         content = json.loads(path.read_text())
         content["tensors"][first] = "0" * 64
         path.write_text(json.dumps(content))
+
+    def flip(run_dir):
+        path = next(run_dir.weights(STEPS).glob("*.safetensors"))
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
 
     assert found("whole", lambda run_dir: None)["fault"] is None
     flipped = found("flipped", flip)
@@ -275,10 +264,6 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
     assert both["tensor"] == first and both["max_difference"] is None
     cut = found("cut", lambda run_dir: run_dir.digests(STEPS).write_text("{"))
     assert cut["tensor"] is None and "damaged" in cut["fault"]
-    with pytest.raises(CorruptFileError, match=f"tensor {first} is not what was written"):
-        run_dir = copy_of(config.run_dir, tmp_path / "own")
-        change(run_dir.weights(STEPS) / "digests.json")
-        verify_version(run_dir.weights(STEPS))
 
 
 def test_what_is_trained_again_is_not_written_again(

@@ -12,7 +12,8 @@ from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.model.dither import dither
 from rl.trainer.start import start
-from tests.trainer.samples import in_bfloat16, run_config, save_checkpoint
+from tests.trainer.layouts import weights_of
+from tests.trainer.samples import assert_equal, in_bfloat16, run_config, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +28,6 @@ def started(root, folder, world, dtype="bfloat16", **trainer):
     found = start(config, world, str(folder), status)
     status.close()
     return found
-
-
-def weights_of(model):
-    return {name: parameter.full_tensor().cpu() for name, parameter in model.named_parameters()}
 
 
 def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoint_remain(
@@ -55,11 +52,7 @@ def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoin
 
 @pytest.mark.parametrize(
     ("settings", "needed"),
-    [
-        ({"lora": {"rank": 2}}, True),
-        ({"loss": {"kl_coefficient": 0.1}}, True),
-        ({}, False),
-    ],
+    [({"lora": {"rank": 2}}, True), ({"loss": {"kl_coefficient": 0.1}}, True), ({}, False)],
 )
 def test_a_run_that_needs_its_base_does_not_go_on_with_another(
     folder, world, tmp_path, settings, needed
@@ -85,16 +78,12 @@ def test_a_run_that_needs_its_base_does_not_go_on_with_another(
 
 def test_masters_of_a_run_in_float32_and_the_base_of_adapters_have_none(folder, world, tmp_path):
     file = load_file(folder / "model.safetensors")
-    for name, weight in weights_of(
-        started(tmp_path / "whole", folder, world, "float32").context.model
-    ).items():
-        assert weight.equal(file[name].float()), name
+    whole = weights_of(started(tmp_path / "whole", folder, world, "float32").context.model)
+    assert_equal(whole, {name: tensor.float() for name, tensor in file.items()})
     base = weights_of(started(tmp_path / "adapters", folder, world, lora={"rank": 2}).context.model)
     frozen = {
         name.replace(".base_layer", ""): weight
         for name, weight in base.items()
         if ".lora_" not in name
     }
-    assert frozen.keys() == file.keys() and all(
-        weight.equal(file[name]) for name, weight in frozen.items()
-    )
+    assert_equal(frozen, file)

@@ -1,6 +1,6 @@
 from rl.config.trainer import FakeDataConfig
 from rl.trainer.data.balance import Layout
-from rl.trainer.data.fake import FakeBatches, full_batch, summary, text_of
+from rl.trainer.data.fake import FakeBatches, full_batch
 from rl.trainer.data.packing import pack
 from rl.wire.messages import TrainBatch
 
@@ -36,17 +36,3 @@ def test_a_full_batch_is_one_full_row_for_each_rank():
     assert sizes(full_batch(2, 100, 41, 50), 2, 100) == [[(100, 100)], [(100, 100)]]
     # a sequence is not divided
     assert sizes(full_batch(2, 30, 41, 50), 2, 30) == [[(40, 40)], [(40, 40)]]
-
-
-def test_what_is_printed():
-    lines = [
-        {
-            "perf/tokens_per_s": v,
-            "time/step": 1.5,
-            "perf/peak_memory_gib": 0.5,
-            "time/optimizer": None,
-        }
-        for v in (1.0, 20.0, 10.0, 40.0)
-    ]
-    assert text_of(lines[1]) == "20 tokens/s, 1.500 s, peak memory 0.50 GiB"
-    assert summary(lines) == "median of 3 steps: 20 tokens/s, 1.500 s, peak memory 0.50 GiB"

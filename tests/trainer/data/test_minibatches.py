@@ -23,8 +23,8 @@ from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
-from tests.trainer.layouts import whole
-from tests.trainer.samples import make_batch, make_sample, plain_scores
+from tests.trainer.layouts import gradients_of, weights_of
+from tests.trainer.samples import assert_equal, make_batch, make_sample, plain_scores
 
 LR = 1e-2
 
@@ -62,17 +62,6 @@ def learner_of(folder, world, loss=None, parity=None, **settings) -> tuple[Train
 def train(context, config, batch) -> dict[str, float]:
     return train_step(
         context, prepare(batch, config, context.world, 64, config.trainer.minibatches), LR, Timer()
-    )
-
-
-def weights_of(context) -> dict[str, torch.Tensor]:
-    return {name: whole(parameter) for name, parameter in context.model.named_parameters()}
-
-
-def assert_equal(ours, theirs):
-    assert (
-        all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        and ours.keys() == theirs.keys()
     )
 
 
@@ -120,7 +109,7 @@ def test_two_minibatches_twice_are_four_plain_steps_on_the_halves(tied_folder, w
     steps = [
         train(plain, config, part_of(batch, places)) for places in cut(batch, 2, config.seed) * 2
     ]
-    assert_equal(weights_of(several), weights_of(plain))
+    assert_equal(weights_of(several.model), weights_of(plain.model))
     assert {int(state["step"]) for state in several.optimizer.state.values()} == {4} and metrics[
         "optim/steps"
     ] == 4
@@ -191,10 +180,7 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
     steps, apply = [], context.optimizer.step
 
     def step():
-        gradients = {
-            name: whole(parameter.grad) for name, parameter in context.model.named_parameters()
-        }
-        steps.append((weights_of(context), gradients))
+        steps.append((weights_of(context.model), gradients_of(context.model)))
         apply()
 
     context.optimizer.step = step
@@ -222,7 +208,7 @@ def test_parity_is_judged_on_what_the_version_itself_would_score(tied_folder, wo
     parity = ParityWatch(LIMITS["float32"], strict=False, client=None)
     context, config = learner_of(tied_folder, world, {"type": "clip"}, parity, minibatches=3)
     first = part_of(batch, cut(batch, 3, config.seed)[0])
-    before = weights_of(context)
+    before = weights_of(context.model)
     assert train(context, config, batch)["parity/tokens"] == first.num_loss_tokens
     context, config = learner_of(
         tied_folder,
@@ -233,4 +219,4 @@ def test_parity_is_judged_on_what_the_version_itself_would_score(tied_folder, wo
     )
     with pytest.raises(RunError, match=f"disagree on {first.num_loss_tokens} tokens"):
         train(context, config, batch)
-    assert_equal(weights_of(context), before)
+    assert_equal(weights_of(context.model), before)

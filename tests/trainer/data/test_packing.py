@@ -26,25 +26,6 @@ def packed(batch, *, ranks=1, rank=0, max_tokens=4096):
     return pack(batch, list(range(1, len(batch.samples) + 1)), Layout(rank, ranks, max_tokens, 64))
 
 
-def test_literal_tree_of_the_docstring():
-    (row,) = packed(batch_of(make_sample([A], [B, C]), make_sample([A], [B, D, E]))).micro_batches
-    assert (
-        row.input_ids.tolist() == [A, B, D]
-        and row.position_ids.tolist() == [0, 1, 2]
-        and row.subtree_ends.tolist() == [3, 3, 3]
-    )
-    assert (
-        row.predictors.tolist() == [0, 1, 2]
-        and row.predictor_of.tolist() == [0, 0, 1, 1, 2]
-        and row.targets.tolist() == [B, B, C, D, E]
-    )
-    assert (
-        row.sequences.tolist() == [0, 1, 0, 1, 1]
-        and row.token_index.tolist() == [0, 2, 1, 3, 4]
-        and row.weights.tolist() == [1, 2, 1, 2, 2]
-    )
-
-
 def test_branches_of_multi_turn_rollouts_share_their_history():
     """A rollout cut into samples (its context was compacted, or a sub-agent branched off)
     repeats its history in each of them."""

@@ -109,15 +109,24 @@ class Empty:
         path.mkdir(parents=True)
 
 
+def publishing(tmp_path, on_wait=nothing, **settings) -> tuple[Client, RunDir, Publisher]:
+    """A publisher that keeps two versions, and its client, which has been let go unless
+    `on_wait` does so."""
+    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
+    if on_wait is nothing:
+        client.release.set()
+    weights = WeightsConfig(**{"keep_last": 2} | settings)
+    return client, run_dir, Publisher(run_dir, weights, client, Wait(60, on_wait))
+
+
 def test_versions_are_written_and_announced_one_after_another(tmp_path):
     said = []
-    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
 
     def say(*what):  # who waits for version 1 says so
         said.append(what)
         client.release.set()
 
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, say))
+    client, run_dir, publisher = publishing(tmp_path, say)
     began = time.monotonic()
     publisher.start(1, Empty(), checkpoints={0})
     until(lambda: list(numbered(run_dir.weights_dir)) == [1])
@@ -136,13 +145,8 @@ def test_versions_are_written_and_announced_one_after_another(tmp_path):
 def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_for_that(
     tmp_path, monkeypatch
 ):
-    client, run_dir, happened, slow = (
-        Client(),
-        RunDir(tmp_path, tmp_path / "weights"),
-        [],
-        threading.Event(),
-    )
-    client.release.set()
+    (client, run_dir, publisher), happened = publishing(tmp_path), []
+    slow = threading.Event()
     monkeypatch.setattr(client, "versions", happened)
 
     def durable(path):
@@ -150,7 +154,6 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
         happened.append(str(path.relative_to(tmp_path)))
 
     monkeypatch.setattr("rl.trainer.store.publisher.make_durable", durable)
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
     for version in (1, 2):
         publisher.start(version, Empty(), checkpoints={})
     # a disk that is slow for the first holds the second up no longer than for its own writing
@@ -188,23 +191,15 @@ def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
     assert list(numbered(run_dir.weights_dir)) == [1, 2, 4, 5, 6, 7]
     slow.set()
     publisher.finish()
-    flags = [
-        "--orchestrator.environment.id",
-        "e",
-        "--output_dir",
-        str(tmp_path),
-        "--trainer.weights.keep_last",
-        "2",
-    ]
-    (need,) = disk.needs(build(parse_args(flags)), tied_folder)
+    flags = f"--orchestrator.environment.id e --output_dir {tmp_path} --trainer.weights.keep_last 2"
+    (need,) = disk.needs(build(parse_args(flags.split())), tied_folder)
     assert "6 policy versions" in need.files
 
 
 def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(
     tmp_path, monkeypatch
 ):
-    client, run_dir, seen, told = Client(), RunDir(tmp_path, tmp_path / "weights"), [], {}
-    client.release.set()
+    (client, run_dir, publisher), seen, told = publishing(tmp_path), [], {}
     answer = client.published
 
     def published(version, wait):
@@ -212,7 +207,6 @@ def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there
         return answer(version, wait)
 
     monkeypatch.setattr(client, "published", published)
-    publisher = Publisher(run_dir, WeightsConfig(), client, Wait(60, nothing))
     file = make(100)
     publisher.start(
         1, Empty(file, lambda: told.update(publisher.metrics()) or told), checkpoints={}
@@ -224,9 +218,7 @@ def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there
 
 
 def test_with_the_transport_files_a_version_is_announced_when_its_folder_is_there(tmp_path):
-    client, run_dir, file = Client(), RunDir(tmp_path, tmp_path / "weights"), make(100)
-    client.release.set()
-    publisher = Publisher(run_dir, WeightsConfig(transport="files"), client, Wait(10, nothing))
+    (client, _, publisher), file = publishing(tmp_path, transport="files"), make(100)
     publisher.start(1, Empty(file), checkpoints={})
     publisher.finish()
     os.close(file.fd)
@@ -236,9 +228,7 @@ def test_with_the_transport_files_a_version_is_announced_when_its_folder_is_ther
 def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_none(
     tmp_path, monkeypatch
 ):
-    client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
-    client.release.set()
-    publisher = Publisher(run_dir, WeightsConfig(keep_last=2), client, Wait(10, nothing))
+    client, run_dir, publisher = publishing(tmp_path)
     for version in (1, 2):
         publisher.start(version, Empty(), checkpoints={})
     publisher.finish()
@@ -247,38 +237,6 @@ def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_no
     publisher.start(3, Empty(), checkpoints={})
     publisher.finish()
     assert list(numbered(run_dir.weights_dir)) == [1, 2, 3] and publisher.metrics() == latency
-
-
-def test_an_error_of_the_publisher_comes_once_with_the_next_call(tmp_path):
-    class Full(Empty):
-        def write(self, path, **_):
-            raise OSError(28, "No space left on device", str(path))
-
-    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(10, nothing))
-    publisher.thread.raise_errors()
-    publisher.start(1, Full(), {0})
-    with pytest.raises(OSError, match=r"No space left on device.*000001"):
-        for _ in range(100):
-            publisher.thread.raise_errors()
-            time.sleep(0.05)
-    publisher.finish()
-
-
-def test_a_disk_that_does_not_answer_ends_the_wait(tmp_path):
-    hangs = threading.Event()
-
-    class Hangs(Empty):
-        def write(self, path, **_):
-            hangs.wait(10)
-
-    publisher = Publisher(RunDir(tmp_path, tmp_path), WeightsConfig(), None, Wait(0.1, nothing))
-    publisher.deadline_s = 0.2
-    publisher.start(1, Hangs(), {0})
-    with pytest.raises(
-        RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer?"
-    ):
-        publisher.finish()
-    hangs.set()
 
 
 def test_other_ranks_wait_for_a_batch_as_long_as_a_step_takes():

@@ -12,12 +12,7 @@ from rl.config.run import RLConfig
 from rl.launch.devices import MALLOC
 from rl.system.errors import RunError
 from rl.trainer.data.fake import full_batch
-from rl.trainer.measure.memory import (
-    GIB,
-    explain_out_of_memory,
-    free_bytes,
-    keep_to_share,
-)
+from rl.trainer.measure.memory import GIB, explain_out_of_memory, free_bytes, keep_to_share
 from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
 from tests.trainer.samples import pack_alone

@@ -6,12 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from rl.config.loss import PolicyGradientConfig
 from rl.trainer.measure.performance import Timer, peak_flops, performance, work_of
@@ -143,12 +138,7 @@ def test_names_of_devices():
         "NVIDIA A100-SXM4-80GB": 312e12,
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA H200": 989e12,
-        "NVIDIA B200": 2250e12,
-        "NVIDIA L40S": 362e12,
         "NVIDIA GeForce RTX 4090": 165.2e12,
-        "NVIDIA RTX A6000": 154.8e12,
-        "NVIDIA RTX 6000 Ada Generation": None,
         "NVIDIA GeForce RTX 4090 D": None,
     }
     assert {name: peak_flops(name) for name in names} == names

@@ -16,12 +16,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rl.config.command_line import build, load_config_or_exit, parse_args, to_toml
+from rl.config.command_line import build, load_config_or_exit, parse_args
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.records.run import Run
-from rl.run_dir.files import write_file
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.export import Origin, load
 from rl.trainer.model import lora
@@ -31,9 +30,10 @@ from rl.trainer.store import checkpoint, versions
 from tests.families import CONFIGS, SIZES
 from tests.trainer.layouts import whole
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
-from tests.trainer.samples import save_checkpoint, toy_step
+from tests.trainer.samples import save_checkpoint, toy_step, write_config
 
 RANK = 4
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 IDS = torch.tensor([[5, 6, 7, 8, 9, 200]])
 ADAPTERS = 2 * RANK * (4 * (64 + 64) + 3 * (64 + 128))
 """Numbers in the adapters of the tiny model: 2 layers, each with 4 layers of 64 x 64 and 3 of 64
@@ -114,12 +114,8 @@ def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tm
         sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
         == ADAPTERS
     )
-    ours, theirs = (
-        logits_of(trained[0]),
-        logits_of(PeftModel.from_pretrained(plain(tied_folder), folder)),
-    )
-    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
-    assert (ours - logits_of(plain(tied_folder))).abs().max() > 0.1
+    theirs = logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
+    assert torch.allclose(logits_of(trained[0]), theirs, rtol=0, atol=1e-5)
 
 
 def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world, tmp_path):
@@ -133,20 +129,6 @@ def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world,
         plain(tied_folder, "bfloat16"), folder, autocast_adapter_dtype=False
     )
     assert torch.equal(logits_of(model), logits_of(theirs))
-
-
-def test_only_adapters_are_trained_and_have_optimizer_state(trained, tied_folder):
-    model, optimizer = trained
-    base = dict(plain(tied_folder).named_parameters())
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == ("lora_" in name)
-        if not parameter.requires_grad:
-            assert torch.equal(whole(parameter), base.pop(name.replace(".base_layer", ""))), name
-    assert not base
-    moments = [
-        state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")
-    ]
-    assert sum(moment.numel() * moment.element_size() for moment in moments) == 2 * 4 * ADAPTERS
 
 
 def test_without_adapters_it_is_the_base_model(trained, tied_folder, world):
@@ -183,21 +165,7 @@ def test_targets(tied_folder, world):
 
 
 def test_fused_experts_are_refused_or_left_out_loudly(capsys):
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_experts": 4,
-    }
-    sizes |= {
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "vocab_size": 50,
-        "num_experts_per_tok": 2,
-    }
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIGS["qwen3_moe"]))
     wanted = (
         r"nor what holds all experts of a layer\); choose from k_proj, o_proj, q_proj, v_proj, "
         r'or all-linear; "experts" in .* trains them'
@@ -211,12 +179,7 @@ def test_fused_experts_are_refused_or_left_out_loudly(capsys):
         in said
     )
     assert said.endswith('; "experts" in trainer.lora.targets trains them\n')
-    assert {name.split(".")[4] for name in lora.trainable(model)} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-    }
+    assert {name.split(".")[4] for name in lora.trainable(model)} == ATTENTION
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -266,12 +229,7 @@ def test_routers_that_do_more_than_their_product_have_no_adapter(tmp_path, world
     returns."""
     folder = make_tiny_model(tmp_path / "moe", CONFIGS["phimoe"] | {"tie_word_embeddings": False})
     model, _ = adapted(folder, world)
-    assert {name.split(".")[-4] for name in lora.trainable(model)} == {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-    }
+    assert {name.split(".")[-4] for name in lora.trainable(model)} == ATTENTION
     assert torch.equal(logits_of(model), plain(folder)(IDS).logits)
 
 
@@ -325,7 +283,7 @@ def test_adapters_of_shared_experts_are_loaded_as_they_were_trained(tmp_path):
         "trainer": {"lora": True},
     }
     config = RLConfig.model_validate(values | {"orchestrator": {"environment": [{"id": "test"}]}})
-    write_file(config.run_dir.config, to_toml(config).encode())
+    write_config(config)
     model = plain(base)
     lora.add_adapters(model, LoraConfig(rank=RANK))
     for parameter in lora.trainable(model).values():
@@ -356,21 +314,12 @@ def test_merged_equals_adapters_also_with_transposed_weights():
     assert [name for name, _ in model.named_parameters()] == names and not lora.has_adapters(model)
 
 
-def test_checkpoints_hold_adapters_alone_and_resume_bit_for_bit(
-    trained, tied_folder, world, tmp_path
-):
+def test_checkpoints_hold_adapters_alone(trained, tied_folder, world, tmp_path):
+    """Bit for bit they are resumed in test_replay.py."""
     save_checkpoint(tmp_path / "000003", 3, *trained, world)
     stored = FileSystemReader(tmp_path / "000003").read_metadata().state_dict_metadata
     assert len(stored) == 4 * len(lora.trainable(trained[0])) + 1  # weight, two moments, step; RNG
     assert all("lora_" in name for name in stored if not name.startswith("rng."))
-    toy_step(*trained)
-    other = adapted(tied_folder, world)
-    assert checkpoint.load(checkpoint.newest(tmp_path, world), *other, world) == 3
-    toy_step(*other)
-    assert all(
-        torch.equal(whole(a), whole(b))
-        for a, b in zip(trained[0].parameters(), other[0].parameters(), strict=True)
-    )
     fewer = adapted(tied_folder, world, targets=["q_proj"])
     with pytest.raises(RunError, match="another model"):
         checkpoint.load(checkpoint.newest(tmp_path, world), *fewer, world)

@@ -12,8 +12,6 @@ from rl.config.loss import PolicyGradientConfig
 from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.in_memory import opened
-from rl.run_dir.safetensors import tensor_digests
 from rl.system.errors import RESTART, RunError
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.data.packing import Packed
@@ -23,7 +21,6 @@ from rl.trainer.model.head import score
 from rl.trainer.model.modes import is_compiled, layer_windows
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
-from rl.trainer.store import versions
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
@@ -120,14 +117,6 @@ def test_experts_stay_out_of_the_graph_of_their_compiled_layer(world, tmp_path, 
     assert_same(compiled, backward(policy(folder, world), world, branching_batch()))
 
 
-def test_eager_attention_has_the_windows_too(world, tmp_path):
-    folder = make_tiny_model(tmp_path / "gemma3", CONFIGS["gemma3"])
-    assert_same(
-        backward(policy(folder, world, attention="eager"), world, branching_batch()),
-        reference(folder, branching_batch()),
-    )
-
-
 def test_command_models_have_the_windows_that_inference_has(world, tmp_path):
     """One token more than transformers': 2e-2 nats off vLLM at the tokens behind the first
     window before."""
@@ -206,39 +195,6 @@ def test_only_recomputed_layers_compute_a_product_again(tied_folder, world):
     assert none[1] == 2
     # the last product of a layer is needed by nothing in it
     assert full[1] == 4 and full[0] >= none[0] + 2 * 6
-
-
-def test_own_logprobs_give_ratio_one(model_folder, world):
-    model = policy(model_folder, world)
-    # of sharded parameters, which a forward pass would gather
-    optimizer = make_optimizer(model, TrainerConfig().optim)
-    batch = TrainBatch(step=1, samples=[s for s in make_batch(3).samples if s.group_id == 0])
-    (row,) = rows_of(batch)
-    own = score(model, row, world)
-    row.logprobs = own.logprobs.detach()
-    assert not own.entropies.requires_grad
-    metrics = step(model, optimizer, Packed(batch, [[row]], 0.0), world)
-    assert metrics["mismatch_kl/mean"] == 0 and metrics["masked_fraction"] == 0
-
-
-def test_published_weights_load_in_transformers(model_folder, world, tmp_path):
-    model = policy(model_folder, world)
-    version = versions.snapshot(model, model_folder, torch.float32, {})
-    version.write(tmp_path / "000001")
-    # what servers of this host read before the folder is there
-    with opened(version.in_memory) as image:
-        assert (
-            tensor_digests(image)
-            == tensor_digests(tmp_path / "000001" / "model.safetensors")
-            == version.digests
-        )
-    ids = torch.tensor([[5, 6, 7, 8, 9]])
-    published, base = (
-        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)
-        for f in (tmp_path / "000001", model_folder)
-    )
-    assert torch.equal(published(ids).logits, base(ids).logits)
-    assert published.config.tie_word_embeddings == base.config.tie_word_embeddings
 
 
 def step(model, optimizer, packed, world):

@@ -72,8 +72,15 @@ def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder,
     assert len(groups) == 3 and all(group.is_sharded for group in groups if group)
 
 
-def test_another_model_as_reference(tied_folder, world, tmp_path):
+def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, tmp_path):
+    """It scores tokens. The remedy that was given, model.chat_template, would have replaced the
+    policy's."""
     other = make_tiny_model(tmp_path / "other", seed=1)
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    with pytest.raises(RunError, match="has no chat template"):
+        resolve_model(ModelConfig(name=str(other)))
     config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
     policy = load_policy(str(tied_folder), config.model, config.trainer, world)
     reference = load_reference(config, str(tied_folder), policy, world)
@@ -85,22 +92,6 @@ def test_another_model_as_reference(tied_folder, world, tmp_path):
     assert not torch.equal(
         reference_logprobs(reference, batch, world), score(policy, batch, world).logprobs
     )
-
-
-def test_a_reference_needs_no_chat_template(tied_folder, world, tmp_path):
-    """It scores tokens. The remedy that was given, model.chat_template, would have replaced the
-    policy's."""
-    other = make_tiny_model(tmp_path / "base-model", seed=1)
-    (other / "chat_template.jinja").unlink(missing_ok=True)
-    settings = json.loads((other / "tokenizer_config.json").read_text())
-    (other / "tokenizer_config.json").write_text(
-        json.dumps({key: value for key, value in settings.items() if key != "chat_template"})
-    )
-    with pytest.raises(RunError, match="has no chat template"):
-        resolve_model(ModelConfig(name=str(other)))
-    config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
-    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
-    assert load_reference(config, str(tied_folder), policy, world) is not policy
 
 
 def test_what_cannot_be_a_reference(tied_folder, world):

@@ -20,7 +20,7 @@ from rl.trainer.optim import gradient_norm
 from rl.trainer.parallel.world import World
 from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.versions import snapshot
-from tests.trainer.layouts import Layout, joined, make_config, pass_on, train, whole
+from tests.trainer.layouts import Layout, gradients_of, joined, make_config, pass_on, train
 from tests.trainer.parallel.loads import load
 
 RANKS = 4
@@ -110,8 +110,7 @@ def gradients(folder: str, world: World) -> dict[str, Tensor]:
     loss = loss_of(model(input_ids=ids).logits, ids)
     loss.backward()
     norm = gradient_norm(model.parameters())
-    found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
-    return found | {
+    return gradients_of(model) | {
         "loss": world.reduce(loss.detach(), dist.ReduceOp.SUM),
         "norm": torch.tensor(norm),
     }

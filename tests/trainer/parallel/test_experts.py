@@ -16,11 +16,11 @@ from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.model.lora import name_in_file
 from rl.trainer.parallel.experts import check_experts
-from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS, SIZES
 from tests.ports import free_ports
 from tests.trainer.parallel.experts import DIVISIONS, FEW, PASSED, RANKS, loss_of, rows_of
-from tests.trainer.parallel.test_sharding import run_ranks
+from tests.trainer.parallel.test_sharding import assert_trained_alike, run_ranks
+from tests.trainer.samples import assert_equal
 
 USUAL = {"initializer_range": 0.05}
 MODELS = {
@@ -136,26 +136,10 @@ def test_the_gradient_is_that_of_plain_transformers(results, name):
 
 @pytest.mark.parametrize("name", divisions())
 def test_every_division_trains_the_same(results, name):
-    folder, one = results(name), f"{name.split()[0]} one"
-    expected, actual = (json.loads((folder / f"{which}.json").read_text()) for which in (one, name))
-    bound = rounding(OPERATIONS * len(expected))
-    for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        assert (
-            ours.keys() == theirs.keys()
-            and 1 <= ours["experts/load_mean"] <= ours["experts/load_max"] <= 8
-        )
-        for key in ("optim/grad_norm", "loss/mean", "entropy/mean"):
-            assert ours[key] == pytest.approx(theirs[key], rel=bound, abs=bound), (step, key)
-    expected, actual = (load_file(folder / f"{which}.safetensors") for which in (one, name))
-    assert actual.keys() == expected.keys() and any("experts" in key for key in actual)
-    for key, tensor in expected.items():
-        floor = 1e-6 if key.startswith("moment.") else 1.0
-        assert (actual[key] - tensor).norm() <= bound * tensor.norm().clamp(min=floor), key
-        if key.startswith("dither."):
-            assert (
-                actual[key].equal(tensor)
-                and tensor.unique().numel() > min(tensor.numel(), 65535) / 2
-            ), key
+    tensors, steps = assert_trained_alike(results(name), name, f"{name.split()[0]} one")
+    assert any("experts" in key for key in tensors)
+    for step in steps:
+        assert 1 <= step["experts/load_mean"] <= step["experts/load_max"] <= 8
 
 
 @pytest.mark.parametrize("name", divisions())
@@ -206,10 +190,8 @@ def test_a_checkpoint_passes_from_division_to_division(results, passed):
     """Weights and moments, bit for bit."""
     folder = results("qwen3_moe one" if passed == PASSED[:2] else "all")
     first, *others = (load_file(folder / f"passed {name}.safetensors") for name in passed)
-    for name, tensors in zip(passed[1:], others, strict=True):
-        assert tensors.keys() == first.keys() and all(
-            tensors[key].equal(first[key]) for key in first
-        ), name
+    for tensors in others:
+        assert_equal(tensors, first)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS, SIZES
 from tests.ports import free_ports
 from tests.trainer.layouts import LAYOUTS
-from tests.trainer.samples import with_float32
+from tests.trainer.samples import assert_equal, with_float32
 from tests.zygote import trainer_zygote
 
 USUAL = {"initializer_range": 0.02}
@@ -79,31 +79,31 @@ def results(tmp_path_factory):
     "name", [name for name, layout in LAYOUTS.items() if layout.reference != name]
 )
 def test_every_layout_computes_the_same(results, name):
-    reference = LAYOUTS[name].reference
-    expected, actual = (
-        json.loads((results / f"{which}.json").read_text()) for which in (reference, name)
+    more = ("masked_fraction", "optim/steps", "lag_kl/mean", "mismatch_kl/max")
+    tensors, steps = assert_trained_alike(results, name, LAYOUTS[name].reference, more)
+    assert any(key.startswith("moment.") for key in tensors) and "tokens.3.flags" in tensors
+    # later ones lag behind
+    assert ["mismatch_kl/max" in step for step in steps] == [True, False, False]
+    assert all("lag_kl/mean" in step for step in steps[1:])
+
+
+def assert_trained_alike(
+    folder: Path, name: str, reference: str, more: tuple[str, ...] = ()
+) -> tuple[dict, list[dict]]:
+    """Metrics and tensors of two divisions differ by roundings at most; returns those of the
+    first."""
+    expected, steps = (
+        json.loads((folder / f"{which}.json").read_text()) for which in (reference, name)
     )
     # a step's roundings are in the weights of the next
     bound = rounding(OPERATIONS * len(expected))
-    assert len(actual) == len(expected)
-    for step, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+    for step, (ours, theirs) in enumerate(zip(steps, expected, strict=True)):
+        assert ours.keys() == theirs.keys()
         assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=bound), step
-        # later ones lag behind
-        assert ours.keys() == theirs.keys() and ("mismatch_kl/max" in ours) == (step == 0)
-        for key in (
-            "loss/mean",
-            "entropy/mean",
-            "lag_kl/mean" if step else "mismatch_kl/max",
-            "masked_fraction",
-            "optim/steps",
-        ):
+        for key in theirs.keys() & {"loss/mean", "entropy/mean", *more}:
             assert ours[key] == pytest.approx(theirs[key], rel=bound, abs=bound), (step, key)
-    expected, actual = (load_file(results / f"{which}.safetensors") for which in (reference, name))
-    assert (
-        actual.keys() == expected.keys()
-        and any(key.startswith("moment.") for key in actual)
-        and "tokens.3.flags" in actual
-    )
+    expected, actual = (load_file(folder / f"{which}.safetensors") for which in (reference, name))
+    assert actual.keys() == expected.keys()
     for key, tensor in expected.items():
         # Some biases have no gradient but rounding (softmax ignores the keys'), which AdamW scales
         # up: those are held to the bound, not to
@@ -115,16 +115,14 @@ def test_every_layout_computes_the_same(results, name):
                 actual[key].equal(tensor)
                 and tensor.unique().numel() > min(tensor.numel(), 65535) / 2
             ), key
+    return actual, steps
 
 
 def test_a_checkpoint_passes_from_layout_to_layout(results):
     """Two ranks -> two replicas of two shards -> one rank: weights and moments, bit for bit."""
     first = load_file(results / "passed-two.safetensors")
     for name in ("hsdp", "one"):
-        passed = load_file(results / f"passed-{name}.safetensors")
-        assert passed.keys() == first.keys() and all(
-            passed[key].equal(first[key]) for key in first
-        ), name
+        assert_equal(load_file(results / f"passed-{name}.safetensors"), first)
 
 
 def test_every_rank_hears_of_the_damage_that_one_has_read(results):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import unicodedata
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import datasets
@@ -25,29 +26,23 @@ from rl.trainer.sft import rows
 from rl.trainer.sft.tokens import Tokenizer, open_examples, prepare_data, read_manifest
 from rl.wire.batch_file import compress_rollouts
 from tests.models.conftest import DROPS_THINKING
-from tests.models.conversations import ADD
+from tests.models.conversations import ADD, assistant, system, user
 
-TWO_TURNS = [
-    {"role": "user", "content": "What is 1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "Sure?"},
-    {"role": "assistant", "content": "Yes, 2."},
-]
+TWO_TURNS = [user("What is 1 + 1?"), assistant("2"), user("Sure?"), assistant("Yes, 2.")]
 THINKS = [
     message | ({"reasoning_content": "Hm, so."} if message["role"] == "assistant" else {})
     for message in TWO_TURNS
 ]
 CALLS = [
     TWO_TURNS[0],
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
+    assistant(
+        "",
+        tool_calls=[
             {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
         ],
-    },
+    ),
     {"role": "tool", "tool_call_id": "1", "content": "2"},
-    {"role": "assistant", "content": "It is 2."},
+    assistant("It is 2."),
 ]
 
 
@@ -103,6 +98,20 @@ def prepared(tmp_path, folder, *rows, renderer=None, max_model_len=1024, **sft):
     manifest = read_manifest(config.run_dir.data)
     examples = open_examples(config.run_dir.data / "train.arrow").to_pylist()
     return [(example["tokens"], example["trained"]) for example in examples], manifest
+
+
+@pytest.fixture
+def chatml(folders, tmp_path):
+    """`prepared` with ChatML, each time in a folder of its own."""
+    numbers = count()
+    return lambda *rows, **settings: prepared(
+        tmp_path / f"made {next(numbers)}", folders / "chatml", *rows, **settings
+    )
+
+
+@pytest.fixture(scope="module")
+def renderer(folders):
+    return load_renderer(str(folders / "chatml"), RendererConfig())
 
 
 def as_text(renderer, sample):
@@ -178,23 +187,20 @@ def test_ids_are_those_of_a_rollout_that_says_the_same(
     assert samples == [played(renderer, messages, tools)]
 
 
-def test_what_is_trained_in_words(folders, tmp_path):
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
-    (sample,), _ = prepared(tmp_path / "all", folders / "chatml", {"messages": TWO_TURNS})
+def test_what_is_trained_in_words(chatml, renderer, folders, tmp_path):
+    (sample,), _ = chatml({"messages": TWO_TURNS})
     assert as_text(renderer, sample) == [
         (False, "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n<|im_start|>assistant\n"),
         (True, "2<|im_end|>"),
         (False, "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"),
         (True, "Yes, 2.<|im_end|>"),
     ]
-    (last,), _ = prepared(
-        tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last"
-    )
+    (last,), _ = chatml({"messages": TWO_TURNS}, train="last")
     assert last[0] == sample[0] and as_text(renderer, last)[1:] == [(True, "Yes, 2.<|im_end|>")]
     split = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}
-    assert prepared(tmp_path / "split", folders / "chatml", split)[0] == [last]
+    assert chatml(split)[0] == [last]
     text = {"prompt": "What is 1 + 1?", "completion": "2"}
-    (short,), _ = prepared(tmp_path / "text", folders / "chatml", text)
+    (short,), _ = chatml(text)
     assert short == tuple(part[: len(short[0])] for part in sample)
     wanted = prepared(tmp_path / "b", folders / "thinks", {"messages": CALLS, "tools": [ADD]})[0]
     # the last is verifiers' form
@@ -237,7 +243,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         "Hm, so.\n</think>\n\n2<|im_end|>",
         "Hm, so.\n</think>\n\nYes, 2.<|im_end|>",
     ]
-    inline = [TWO_TURNS[0], {"role": "assistant", "content": "<think>\nHm\n</think>\n\n2"}]
+    inline = [TWO_TURNS[0], assistant("<think>\nHm\n</think>\n\n2")]
     with pytest.raises(RunError, match="leaves out a part of an answer's content"):
         prepared(tmp_path / "inline", tmp_path / "opens", {"messages": inline})
 
@@ -252,12 +258,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
             r"data.jsonl:1: the chat template leaves out the reasoning_content .* "
             r"sft.drop_reasoning = true",
         ),
-        (
-            "chatml",
-            [TWO_TURNS[0], {"role": "assistant", "content": "2", "thinking": "Hm"}],
-            {},
-            "leaves out the thinking",
-        ),
+        ("chatml", [TWO_TURNS[0], assistant("2", thinking="Hm")], {}, "leaves out the thinking"),
         (
             "thinks",
             THINKS,
@@ -266,7 +267,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         ),
         (
             "chatml",
-            [TWO_TURNS[0], {"role": "assistant", "content": "say <|im_end|> now"}],
+            [TWO_TURNS[0], assistant("say <|im_end|> now")],
             {},
             "the template's special tokens",
         ),
@@ -309,13 +310,7 @@ def test_a_tokenizer_may_write_accents_in_one_form(folders, tmp_path):
 
     def says(text):
         call = {"function": {"name": "add", "arguments": {"a": text}}}
-        return {
-            "messages": [
-                TWO_TURNS[0],
-                {"role": "assistant", "content": text, "tool_calls": [call]},
-            ],
-            "tools": [ADD],
-        }
+        return {"messages": [TWO_TURNS[0], assistant(text, tool_calls=[call])], "tools": [ADD]}
 
     assert composed != apart
     assert (
@@ -324,15 +319,7 @@ def test_a_tokenizer_may_write_accents_in_one_form(folders, tmp_path):
     )
 
 
-def test_reasoning_can_be_left_out(folders, tmp_path):
-    with_it, _ = prepared(
-        tmp_path / "a", folders / "chatml", {"messages": THINKS}, drop_reasoning=True
-    )
-    without, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
-    assert with_it == without
-
-
-def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
+def test_a_base_model_needs_no_template_for_text(chatml, folders, tmp_path):
     row = {"prompt": "1 + 1 =", "completion": " 2"}
     (sample,), manifest = prepared(tmp_path / "base", folders / "base", row)
     encode = AutoTokenizer.from_pretrained(folders / "chatml").encode
@@ -341,7 +328,7 @@ def test_a_base_model_needs_no_template_for_text(folders, tmp_path):
         [False] * 7 + [True] * 3,
     )
     assert manifest["style"] == "completion"
-    assert prepared(tmp_path / "chat", folders / "chatml", row, style="completion")[0] == [sample]
+    assert chatml(row, style="completion")[0] == [sample]
     (alone,), _ = prepared(tmp_path / "alone", folders / "base", {"prompt": "", "completion": "ab"})
     assert alone == (encode("ab<|im_end|>"), [False, True, True])
     with pytest.raises(RunError, match="needs a chat template"):
@@ -436,10 +423,6 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
             r"messages\[0\].content: a number; give text",
         ),
         (
-            '{"messages": [{"role": "user", "content": null}]}',
-            r"messages\[0\].content: null; give text",
-        ),
-        (
             r'{"prompt": "a", "completion": "[{\"content\": \"b\"}]"}',
             "2: completion: a text that spells a list of messages",
         ),
@@ -461,10 +444,6 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
             "messages: says other things than prompt or completion",
         ),
         (
-            '{"completion": "x", "messages": [{"role": "user", "content": "a"}]}',
-            "messages: says other things than prompt or completion",
-        ),
-        (
             '{"prompt": "a", "completion": "b", "system": 5}',
             "data.jsonl:2: system: a text before a chat",
         ),
@@ -477,14 +456,14 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
                 f'{{"prompt": "a", "completion": "b", "{name}": [0, 1]}}',
                 f"data.jsonl:2: {name}: a column that is not read",
             )
-            for name in ("assistant_masks", "chat_template_kwargs", "loss_mask", "loss", "weight")
+            for name in ("assistant_masks", "loss_mask", "weight")
         ),
         *(
             (
                 f'{{"messages": [{{"role": "user", "content": "a", "{name}": false}}]}}',
                 rf"messages\[0\].{name}: is not read",
             )
-            for name in ("loss", "trainable", "loss_mask", "mask", "training")
+            for name in ("trainable", "mask", "training")
         ),
         (
             '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
@@ -508,10 +487,6 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
             '{"prompt": "a", "completion": "b", "tools": ["x"]}',
             "data.jsonl:2: tools: text that is not JSON",
         ),
-        (
-            '{"prompt": "a", "completion": "b", "tools": "x"}',
-            "data.jsonl:2: tools: text that is not JSON",
-        ),
     ],
 )
 def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row, said):
@@ -521,27 +496,24 @@ def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row,
     assert not make_config(tmp_path).run_dir.data.exists()
 
 
-def test_what_a_row_says_about_training_is_done(folders, tmp_path):
+def test_what_a_row_says_about_training_is_done(chatml, renderer):
     """Regression: weight and train of a message, a system text and a greeting were dropped, or
     refused without a place."""
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
     marked = [
         message | mark
         for message, mark in zip(
             TWO_TURNS, ({}, {"weight": 0}, {"weight": 0}, {"weight": 1}), strict=True
         )
     ]
-    (last,), _ = prepared(
-        tmp_path / "last", folders / "chatml", {"messages": TWO_TURNS}, train="last"
-    )
+    (last,), _ = chatml({"messages": TWO_TURNS}, train="last")
     for name, row in (
         ("weight", {"messages": marked}),
         ("train", {"messages": [TWO_TURNS[0], TWO_TURNS[1] | {"train": False}, *TWO_TURNS[2:]]}),
         ("both", {"messages": marked, "prompt": TWO_TURNS[:3], "completion": [TWO_TURNS[3]]}),
     ):
-        assert prepared(tmp_path / name, folders / "chatml", row)[0] == [last], name
-    greeting = [{"role": "assistant", "content": "Hello!", "weight": 0}, *TWO_TURNS[:2]]
-    (greeted,), _ = prepared(tmp_path / "greeting", folders / "chatml", {"messages": greeting})
+        assert chatml(row)[0] == [last], name
+    greeting = [assistant("Hello!", weight=0), *TWO_TURNS[:2]]
+    (greeted,), _ = chatml({"messages": greeting})
     assert as_text(renderer, greeted) == [
         (
             False,
@@ -551,37 +523,31 @@ def test_what_a_row_says_about_training_is_done(folders, tmp_path):
         (True, "2<|im_end|>"),
     ]
     pair = {"prompt": "What is 1 + 1?", "completion": "2"}
-    chat = {"messages": [{"role": "system", "content": "Be short."}, *TWO_TURNS[:2]]}
-    (with_system,), _ = prepared(
-        tmp_path / "system", folders / "chatml", pair | {"system": "Be short."}
-    )
-    assert prepared(tmp_path / "chat", folders / "chatml", chat)[0] == [with_system]
-    none = prepared(
-        tmp_path / "none",
-        folders / "chatml",
+    chat = {"messages": [system("Be short."), *TWO_TURNS[:2]]}
+    (with_system,), _ = chatml(pair | {"system": "Be short."})
+    assert chatml(chat)[0] == [with_system]
+    none = chatml(
         {"messages": TWO_TURNS[:2]},
         {"messages": [TWO_TURNS[0], marked[1]]},
     )
     assert len(none[0]) == 1 and none[1]["train"]["left_out"] == {"without an answer to train": 1}
 
 
-def test_a_part_of_the_prompt_that_is_not_read_is_refused_by_name(folders, tmp_path):
+def test_a_part_of_the_prompt_that_is_not_read_is_refused_by_name(chatml):
     """Regression: of Alpaca's rows the input was dropped in silence, and of rows with images the
     images."""
     columns = {"prompt": "instruction", "completion": "output"}
     row = {"instruction": "Translate", "input": "", "output": "Hund", "images": [], "history": None}
-    assert len(prepared(tmp_path / "empty", folders / "chatml", row, columns=columns)[0]) == 1
+    assert len(chatml(row, columns=columns)[0]) == 1
     for name, value in {"input": "dog", "images": ["dog.png"], "history": [["Hi", "Hi!"]]}.items():
         with pytest.raises(
             RunError,
             match=rf"data.jsonl:1: {name}: a column that is not read; write it into the messages "
             r".*, or remove it",
         ):
-            prepared(tmp_path / name, folders / "chatml", row | {name: value}, columns=columns)
+            chatml(row | {name: value}, columns=columns)
     assert len(
-        prepared(
-            tmp_path / "named",
-            folders / "chatml",
+        chatml(
             {"input": "dog", "output": "Hund"},
             columns=columns | {"prompt": "input"},
         )[0]
@@ -641,10 +607,7 @@ def test_data_that_is_not_there(folders, tmp_path):
 
 
 def rollout(task, reward, answer, **more):
-    messages = [
-        {"role": "user", "content": f"task {task}"},
-        {"role": "assistant", "content": answer},
-    ]
+    messages = [user(f"task {task}"), assistant(answer)]
     return {
         "env": "e",
         "task": task,
@@ -655,15 +618,14 @@ def rollout(task, reward, answer, **more):
     } | more
 
 
-def test_the_name_of_a_run_is_no_pattern(folders, tmp_path):
+def test_the_name_of_a_run_is_no_pattern(chatml, tmp_path):
     """Regression: nothing was found in a run whose name has brackets."""
     run = tmp_path / "runs [1]" / "lr=1e-5,x[2]*"
     write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 1.0, "a"))
-    assert len(prepared(tmp_path, folders / "chatml", dataset=str(run))[0]) == 1
+    assert len(chatml(dataset=str(run))[0]) == 1
 
 
-def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
+def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
     run = tmp_path / "outputs" / "x"
     write_rows(
         run / "rollouts" / "000001.jsonl",
@@ -688,9 +650,7 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))
 
     def answers(**settings):
-        samples, manifest = prepared(
-            tmp_path / str(len(list(tmp_path.iterdir()))),
-            folders / "chatml",
+        samples, manifest = chatml(
             dataset=str(run),
             **settings,
         )
@@ -711,14 +671,12 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     datasets.Dataset.from_list([rollout(5, 0.25, "e"), rollout(6, 1.0, "g")]).to_parquet(
         run / "x.parquet"
     )
-    saved = prepared(
-        tmp_path / "p", folders / "chatml", dataset=str(run / "x.parquet"), min_reward=0.5
-    )
+    saved = chatml(dataset=str(run / "x.parquet"), min_reward=0.5)
     assert saved[1]["train"]["left_out"] == {"rollouts with a reward below 0.5": 1}
     with pytest.raises(
         RunError, match="the reward is nan, but a rollout's reward must be a number"
     ):
-        prepared(tmp_path / "n", folders / "chatml", rollout(7, float("nan"), "i"), min_reward=0.5)
+        chatml(rollout(7, float("nan"), "i"), min_reward=0.5)
     best = rows.best_rollouts
 
     def then_compressed(*args):
@@ -730,26 +688,18 @@ def test_rollouts_are_chosen_by_reward(folders, tmp_path, monkeypatch):
     assert answers(max_per_task=1)[0] == "bhi"
     other = {"messages": TWO_TURNS, "reward": 1}
     with pytest.raises(RunError, match=r"1: sft.min_reward and sft.max_per_task .* lacks outcome"):
-        prepared(tmp_path / "y", folders / "chatml", other, min_reward=0.5)
+        chatml(other, min_reward=0.5)
 
 
-WORKED = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    *TWO_TURNS,
-]
+WORKED = [user("1 + 1?"), assistant("2"), *TWO_TURNS]
 """A worked example, and two turns of the policy."""
 
 
-def test_worked_examples_of_a_rollouts_prompt_are_never_trained(folders, tmp_path):
-    renderer = load_renderer(str(folders / "chatml"), RendererConfig())
-    tries = iter(range(9))
+def test_worked_examples_of_a_rollouts_prompt_are_never_trained(chatml, renderer):
 
     def trained(settings=None, **line):
         row = rollout(1, 1.0, "") | {"messages": WORKED, "num_turns": 2} | line
-        samples, manifest = prepared(
-            tmp_path / f"try{next(tries)}", folders / "chatml", row, **settings or {}
-        )
+        samples, manifest = chatml(row, **settings or {})
         return "".join(
             text
             for sample in samples
@@ -799,19 +749,16 @@ def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
 
 
 def test_hugging_face_datasets(folders, tmp_path):
-    rows = [
-        {"messages": [*TWO_TURNS[:2], THINKS[3] | {"tool_calls": None}]},
-        {"messages": TWO_TURNS},
-    ]
+    rows = [{"messages": [*THINKS[:3], THINKS[3] | {"tool_calls": None}]}, {"messages": TWO_TURNS}]
     saved, parquet, empty = tmp_path / "saved", tmp_path / "x.parquet", tmp_path / "empty"
     datasets.DatasetDict({"test": datasets.Dataset.from_list(rows)}).save_to_disk(str(saved))
     datasets.Dataset.from_list([{"question": "q", "answer": "a"}]).to_parquet(parquet)
     empty.mkdir()
     written = {"split": "test", "drop_reasoning": True}
     samples, manifest = prepared(tmp_path / "a", folders / "chatml", dataset=str(saved), **written)
-    assert len(samples) == 2 and manifest["train"]["rows"] == 2
+    assert manifest["train"]["rows"] == 2
     direct, _ = prepared(tmp_path / "b", folders / "chatml", {"messages": TWO_TURNS})
-    assert samples[1:] == direct
+    assert samples == direct * 2
     columns = {"prompt": "question", "completion": "answer"}
     table = {"dataset": str(parquet), "columns": columns}
     assert len(prepared(tmp_path / "c", folders / "chatml", **table)[0]) == 1
@@ -827,14 +774,8 @@ def test_hugging_face_datasets(folders, tmp_path):
             prepared(tmp_path / "d", folders / "chatml", dataset=str(dataset), **settings)
 
 
-def test_the_runs_data_is_made_once(folders, tmp_path):
-    first, _ = prepared(tmp_path, folders / "base", {"prompt": "a", "completion": "b"})
-    again, _ = prepared(tmp_path, folders / "base", {"prompt": "other", "completion": "rows"})
-    assert again == first
-
-
-def test_tools_that_are_called_but_not_defined_are_a_warning(folders, tmp_path):
-    _, manifest = prepared(tmp_path, folders / "chatml", {"messages": CALLS})
+def test_tools_that_are_called_but_not_defined_are_a_warning(chatml):
+    _, manifest = chatml({"messages": CALLS})
     assert manifest_lines(manifest)[-1].startswith(
         "warning: examples call tools, but have no tool definitions"
     )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.trainer import WeightsConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.checksums import Mirror, is_delta, readable, verify_version
+from rl.run_dir.checksums import Mirror, is_delta, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.system.errors import RunError
@@ -194,19 +194,6 @@ def test_a_version_that_is_trained_again_takes_along_what_follows_it_only_if_it_
     assert numbers(run_dir.weights_dir) == [1, 2] and same(
         Mirror().become(run_dir.weights(2)), changed
     )
-
-
-def test_a_delta_can_be_loaded_where_a_model_is_wanted(tmp_path):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
-    training = Training(tmp_path, run_dir, anchor_every=10)
-    training.step()
-    expected = training.step()
-    with readable(run_dir.weights(2)) as folder:
-        loaded = AutoModelForCausalLM.from_pretrained(folder)
-    assert all(
-        torch.equal(parameter, expected[name]) for name, parameter in loaded.named_parameters()
-    )
-    assert not folder.exists() and loaded.dtype == torch.bfloat16
 
 
 def test_without_memory_for_the_version_it_is_refused(tmp_path, monkeypatch):
