@@ -173,9 +173,9 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     config = make_config(tmp_path, "--orchestrator.environment", envs, "--max_steps 16 --max_lag 1")
     _, given, _ = play(config, model, step_s=0.5)
     rollouts = [line for step in range(3, 17) for line in lines(config.run_dir.rollouts(step))]
-    assert sum(line["env"] == "slow" for line in rollouts) / len(rollouts) == pytest.approx(
-        0.5, abs=0.2
-    )
+    # A half in the end. Of fourteen steps it may still lack the three that each of its rollouts takes,
+    # and on a busy machine as many again.
+    assert 3 / 14 < sum(line["env"] == "slow" for line in rollouts) / len(rollouts) < 0.7
     metrics = read_metrics(config.run_dir.metrics)
     waited = sorted(metrics[step, "orchestrator"]["time/batch"] for step in range(2, 17))
     # the trainer takes 0.5 s, a slow rollout 1.5 s

@@ -39,6 +39,8 @@ from rl.system.errors import RunError
 from rl.trainer.parallel.experts import experts_of, placements_of
 from rl.trainer.parallel.world import World
 
+SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Environment variable with which transformers loads in the calling thread alone."""
 ROUTER = re.compile(r"\b(gate|router)\.")
 """What models call the layers that choose experts."""
 
@@ -270,11 +272,16 @@ class Reader:
             return rows
 
         handle = register_module_parameter_registration_hook(keep)
-        with patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
-            try:
-                yield
-            finally:
-                handle.remove()
+        # not by patch.dict, which empties the environment for a moment that other threads see
+        before = os.environ.get(SYNCHRONOUS)
+        os.environ[SYNCHRONOUS] = "1"
+        try:
+            yield
+        finally:
+            handle.remove()
+            del os.environ[SYNCHRONOUS]
+            if before is not None:
+                os.environ[SYNCHRONOUS] = before
 
     def layout(
         self, module: nn.Module, parameter: nn.Parameter
