@@ -177,13 +177,8 @@ def make_seeing_model(folder: Path) -> Path:
     config = AutoConfig.for_model("qwen3_5")
     for name, value in sizes.items():
         setattr(config.text_config, name, value)
-    for name, value in {
-        "hidden_size": 32,
-        "depth": 1,
-        "num_heads": 2,
-        "intermediate_size": 32,
-        "out_hidden_size": 64,
-    }.items():
+    vision = {"hidden_size": 32, "depth": 1, "num_heads": 2, "intermediate_size": 32}
+    for name, value in (vision | {"out_hidden_size": 64}).items():
         setattr(config.vision_config, name, value)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(64, 128)}

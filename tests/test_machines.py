@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from rl.config.command_line import write_config
+from rl.config.command_line import build, parse_args, write_config
 from rl.config.run import RLConfig
 from rl.run_dir.logs import last_lines
 from rl.run_dir.metrics import read_metrics
@@ -50,23 +50,15 @@ def wait_for(children: Sequence[Child]) -> None:
 
 
 def make_config(root: Path, name: str, model: Path) -> RLConfig:
-    trainer = {
-        "optim": {"lr": 1e-3},
-        "micro_batch_tokens": 128,
-        "checkpoint": {"interval": 100},
-        "weights": {"keep_last": 10},
-        "gpus": 0,
-    }
-    orchestrator = {
-        "environment": [{"id": "first-half"}],
-        "batch_size": 16,
-        "sampling": {"max_tokens": 16},
-    }
-    tables = {"trainer": trainer, "orchestrator": orchestrator, "inference": {"gpus": 0}}
-    place = {"name": name, "output_dir": str(root), "max_steps": STEPS}
-    config = RLConfig.model_validate(
-        tables | place | {"model": {"name": str(model), "dtype": "float32", "max_model_len": 128}}
+    flags = (
+        f"--name {name} --output_dir {root} --max_steps {STEPS} --model.name {model} "
+        "--model.dtype float32 --model.max_model_len 128 --trainer.optim.lr 1e-3 "
+        "--trainer.micro_batch_tokens 128 --trainer.checkpoint.interval 100 "
+        "--trainer.weights.keep_last 10 --trainer.gpus 0 --inference.gpus 0 "
+        "--orchestrator.environment.id first-half --orchestrator.batch_size 16 "
+        "--orchestrator.sampling.max_tokens 16"
     )
+    config = build(parse_args(flags.split()))
     write_config(config.run_dir.config, config)
     return config
 
@@ -76,14 +68,8 @@ def make_config(root: Path, name: str, model: Path) -> RLConfig:
 @pytest.mark.usefixtures("classic_home")
 def test_three_machines_equal_one_rank(children, tmp_path, model):
     near = make_config(tmp_path, "near", model)
-    far = near.model_copy(
-        update={
-            "name": "far",
-            "cluster": RLConfig.model_validate(
-                {"cluster": {"nodes": 3, "trainer_nodes": 2}}
-            ).cluster,
-        }
-    )
+    cluster = RLConfig.model_validate({"cluster": {"nodes": 3, "trainer_nodes": 2}}).cluster
+    far = near.model_copy(update={"name": "far", "cluster": cluster})
     write_config(tmp_path / "run.toml", far)
     with contextlib.ExitStack() as stack:
         try:
@@ -106,13 +92,8 @@ def test_three_machines_equal_one_rank(children, tmp_path, model):
         for path in numbered(far.run_dir.batches, ".batch").values()
     ]
     with StubOrchestrator(near.run_dir, batches):
-        command = [
-            node_command(near.run_dir.config, 0)[0],
-            "-m",
-            "rl.trainer.main",
-            "@",
-            str(near.run_dir.config),
-        ]
+        python = node_command(near.run_dir.config, 0)[0]
+        command = [python, "-m", "rl.trainer.main", "@", str(near.run_dir.config)]
         wait_for([children.start("trainer", command, environment(), near.run_dir.logs)])
     ours, theirs = (read_metrics(config.run_dir.metrics, "trainer") for config in (far, near))
     assert ours.keys() == theirs.keys() and len(ours) == STEPS

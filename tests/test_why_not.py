@@ -1,35 +1,21 @@
 """Runs of docs/why_not.md for real, in small: the console and `rl doctor` name the cause and the
 remedy."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.test_integration import RL, environment
+from tests.test_integration import finish, rl
 
 ROOT = Path(__file__).parents[1]
 
 
 def fails(name, output_dir, *flags):
     """What a run of configs/why_not prints, and then `rl doctor` about it."""
-    small = ["--orchestrator.batch_size", "4", "--output_dir", str(output_dir), *flags]
-    commands = (
-        [RL, "@", "configs/why_not/base.toml", "@", f"configs/why_not/{name}.toml", *small],
-        [RL, "doctor", str(output_dir / name)],
-    )
-    return [
-        subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=500,
-        ).stdout
-        for command in commands
-    ]
+    small = f"--orchestrator.batch_size 4 --output_dir {output_dir}"
+    run = f"@ configs/why_not/base.toml @ configs/why_not/{name}.toml {small}"
+    commands = ([*run.split(), *flags], ["doctor", str(output_dir / name)])
+    return [finish(rl(ROOT, *words), timeout_s=500)[1] for words in commands]
 
 
 @pytest.mark.proof
@@ -41,10 +27,8 @@ def test_a_reward_function_that_never_fires(tmp_path):
     )
     printed, doctor = fails("never", tmp_path)
     assert f"orchestrator: {said}" in printed
-    assert (
-        doctor.splitlines()[-1].startswith("FAIL  the run ended ")
-        and said in doctor.splitlines()[-1]
-    )
+    last = doctor.splitlines()[-1]
+    assert last.startswith("FAIL  the run ended ") and said in last
 
 
 @pytest.mark.proof
@@ -56,8 +40,6 @@ def test_a_chat_template_without_an_end(tmp_path):
     )
     printed, doctor = fails("template", tmp_path, "--max_steps", "1")
     assert f"warning: {said}" in printed
-    lines = doctor.splitlines()
-    at = next(
-        number for number, line in enumerate(lines) if line.startswith("  the reward is low: ")
+    assert (
+        doctor.partition("\n  the reward is low: ")[2].splitlines()[1].startswith(f"    - {said}")
     )
-    assert lines[at + 1].startswith(f"    - {said}")

@@ -71,17 +71,11 @@ class Scripted(Client):
     async def raise_from_native_response(self, response: Any) -> None: ...
 
     async def from_native_response(self, response: Any) -> Response:
-        calls = (
-            [ToolCall(id=f"call_{len(self.prompts)}", **response)]
-            if isinstance(response, dict)
-            else None
-        )
-        message = ResponseMessage(
-            content=response if isinstance(response, str) else "",
-            tool_calls=calls,
-            finish_reason="tool_calls" if calls else "stop",
-            is_truncated=False,
-        )
+        said = {"content": response, "tool_calls": None, "finish_reason": "stop"}
+        if isinstance(response, dict):
+            calls = [ToolCall(id=f"call_{len(self.prompts)}", **response)]
+            said = {"content": "", "tool_calls": calls, "finish_reason": "tool_calls"}
+        message = ResponseMessage(**said, is_truncated=False)
         usage = Usage(prompt_tokens=0, reasoning_tokens=0, completion_tokens=0, total_tokens=0)
         return Response(id="", created=0, model="", usage=usage, message=message)
 
@@ -109,13 +103,12 @@ def prompts_of(rows: list[dict[str, Any]]) -> list[str]:
 def check_splits(env_id: str, **args: Any) -> None:
     """Deterministic by seed, different with another, no task twice, and none of evaluation's in
     training."""
-    env, again, other = load(env_id, **args), load(env_id, **args), load(env_id, **args, seed=1)
-    train, held_out = (
-        prompts_of(env.get_dataset().to_list()),
-        prompts_of(env.get_eval_dataset().to_list()),
-    )
-    assert len(set(train)) == len(train) > 0 and len(set(held_out)) == len(held_out) > 0
-    assert not set(train) & set(held_out)
-    assert again.get_dataset().to_list() == env.get_dataset().to_list()
-    assert again.get_eval_dataset().to_list() == env.get_eval_dataset().to_list()
-    assert set(prompts_of(other.get_eval_dataset().to_list())) != set(held_out)
+
+    def both(**more: Any) -> list[list[dict[str, Any]]]:
+        env = load(env_id, **args, **more)
+        return [env.get_dataset().to_list(), env.get_eval_dataset().to_list()]
+
+    train, held_out = map(prompts_of, both())
+    assert len({*train, *held_out}) == len(train) + len(held_out) and train and held_out
+    assert both() == both()
+    assert {*prompts_of(both(seed=1)[1])} != {*held_out}

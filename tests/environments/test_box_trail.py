@@ -16,12 +16,9 @@ on_path("box_trail")
 
 def walker(prompt: str) -> str:
     """Opens the box that was named last, until there is a number."""
-    number = re.findall(r"The number is (\d)", prompt)
-    return (
-        number[-1]
-        if number
-        else call("open_box", letter=re.findall(r"(?:box is|[Oo]pen box) ([A-Z])", prompt)[-1])
-    )
+    if numbers := re.findall(r"The number is (\d)", prompt):
+        return numbers[-1]
+    return call("open_box", letter=re.findall(r"(?:box is|[Oo]pen box) ([A-Z])", prompt)[-1])
 
 
 def play(reply=walker, **args):
@@ -48,11 +45,8 @@ def play(reply=walker, **args):
 def test_many_turns_are_one_sample():
     rollout, prompts = play(length=6)
     assert (rollout.reward, rollout.stop, rollout.outcome) == (1.0, "agent_completed", "finished")
-    assert (
-        len(rollout.turns) == len(prompts) == 7
-        and rollout.metrics["steps"] == 6
-        and rollout.metrics["compactions"] == 0
-    )
+    assert len(rollout.turns) == len(prompts) == 7
+    assert rollout.metrics.items() >= {"steps": 6, "compactions": 0}.items()
     assert len(rollout.turns.by_chain()) == 1 and "[open_box]" in prompts[0]
 
 

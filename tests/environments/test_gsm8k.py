@@ -15,10 +15,7 @@ TEST = [(f"What is {n} and one half?", f"So it is {n}.5.\n#### {n}.5") for n in 
 def folder(tmp_path):
     """The data set as a folder."""
     for split, problems in (("train", TRAIN), ("test", TEST)):
-        lines = [
-            json.dumps({"question": question, "answer": answer}) + "\n"
-            for question, answer in problems
-        ]
+        lines = [json.dumps({"question": asked, "answer": said}) + "\n" for asked, said in problems]
         (tmp_path / f"{split}.jsonl").write_text("".join(lines))
     return tmp_path
 
@@ -49,14 +46,9 @@ def test_splits(folder):
     check_splits("gsm8k", dataset=str(folder), eval_count=3)
     env = load("gsm8k", dataset=str(folder), eval_count=8)
     system, question = env.get_dataset().to_list()[0]["prompt"]
-    assert (system["role"], r"\boxed{}" in system["content"], question["content"]) == (
-        "system",
-        True,
-        TRAIN[0][0],
-    )
-    assert sorted(prompts_of(env.get_eval_dataset().to_list())) == sorted(
-        question for question, _ in TEST
-    )
+    assert system["role"] == "system" and r"\boxed{}" in system["content"]
+    assert question["content"] == TRAIN[0][0]
+    assert {*prompts_of(env.get_eval_dataset().to_list())} == {*dict(TEST)}
     with pytest.raises(RuntimeError, match=r"eval_count = 9; the test split of .* has 8 problems"):
         load("gsm8k", dataset=str(folder), eval_count=9)
 
@@ -74,16 +66,16 @@ def test_a_data_set_that_cannot_be_had(folder, monkeypatch):
         match=r"Couldn't reach .* without a network give a folder with train.jsonl and test.jsonl",
     ):
         load("gsm8k")
-    (folder / "train.jsonl").write_text('{"question": "What is half of 36?", "answer": "18"}\n')
-    with pytest.raises(
-        RuntimeError,
-        match=r"train: needs a `question`, and an `answer` with its number behind ####, not .*half "
-        r"of 36",
+    needs = (
+        r"train: needs a `question`, and an `answer` with its number behind ####, not .*half of 36"
+    )
+    for text, said in (
+        ('{"question": "What is half of 36?", "answer": "18"}\n', needs),
+        ("{\n", r"train: Expecting property name .* give a folder"),
+        (None, r"No such file or directory: .*train.jsonl"),
     ):
-        load("gsm8k", dataset=str(folder), eval_count=3)
-    (folder / "train.jsonl").write_text("{\n")
-    with pytest.raises(RuntimeError, match=r"train: Expecting property name .* give a folder"):
-        load("gsm8k", dataset=str(folder), eval_count=3)
-    (folder / "train.jsonl").unlink()
-    with pytest.raises(RuntimeError, match=r"No such file or directory: .*train.jsonl"):
-        load("gsm8k", dataset=str(folder), eval_count=3)
+        (folder / "train.jsonl").unlink() if text is None else (folder / "train.jsonl").write_text(
+            text
+        )
+        with pytest.raises(RuntimeError, match=said):
+            load("gsm8k", dataset=str(folder), eval_count=3)

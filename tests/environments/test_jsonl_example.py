@@ -30,10 +30,7 @@ def test_the_environment_of_the_documentation(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     env = load("documented-env", largest=9)
     row, *others = env.get_dataset().to_list()
-    assert (len(others), [held_out["answer"] for held_out in env.get_eval_dataset().to_list()]) == (
-        7,
-        ["5", "10"],
-    )
+    assert len(others) == 7 and [*env.get_eval_dataset()["answer"]] == ["5", "10"]
     assert row["prompt"][-1]["content"] == "Which number comes after 0?" and len(row["prompt"]) == 5
     for reply, reward in [("1", 1.0), (" 1\n", 1.0), ("It is 1", 0.0), ("", 0.0)]:
         assert play(env, row, reply)[0]["reward"] == reward

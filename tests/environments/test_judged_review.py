@@ -30,26 +30,14 @@ def judge():
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             asked.append((self.path, self.headers["Authorization"], body))
-            low, high = (
-                (" positive", " negative")
-                if "cold" in body["prompt"].rpartition("Review:")[2]
-                else (" negative", " positive")
-            )
-            logprobs = {
-                "tokens": [high],
-                "top_logprobs": [
-                    {high: math.log(0.6), low: math.log(0.2), " mixed": math.log(0.1)}
-                ],
-            }
-            choice = {"index": 0, "text": high, "finish_reason": "length", "logprobs": logprobs}
-            answer = {
-                "id": "",
-                "object": "text_completion",
-                "created": 0,
-                "model": "m",
-                "choices": [choice],
-            }
-            encoded = json.dumps(answer).encode()
+            moods = [" positive", " negative"]
+            if "cold" not in body["prompt"].rpartition("Review:")[2]:
+                moods.reverse()
+            shares = zip([*moods, " mixed"], map(math.log, (0.2, 0.6, 0.1)), strict=True)
+            logprobs = {"tokens": [moods[1]], "top_logprobs": [dict(shares)]}
+            choice = {"index": 0, "text": moods[1], "finish_reason": "length", "logprobs": logprobs}
+            about = {"id": "", "object": "text_completion", "created": 0, "model": "m"}
+            encoded = json.dumps(about | {"choices": [choice]}).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(encoded)))
@@ -74,14 +62,10 @@ def test_the_reward_is_the_judges_probability(judge, mood, reward):
     assert output["metrics"]["words_agree"] == (mood == "unhappy")
     path, key, body = judge[1][0]
     assert (path, key, len(judge[1])) == ("/v1/completions", "Bearer the-key", 1)
-    assert body["prompt"].endswith("\n\nReview: The soup was cold.\nSentiment:") and (
-        body["max_tokens"],
-        body["logprobs"],
-    ) == (1, 20)
-    assert (
-        "guest would. One short sentence." in client.prompts[0][-1]["content"]
-        and len(client.prompts[0]) == 5
-    )
+    assert body["prompt"].endswith("\n\nReview: The soup was cold.\nSentiment:")
+    assert (body["max_tokens"], body["logprobs"]) == (1, 20)
+    assert "guest would. One short sentence." in client.prompts[0][-1]["content"]
+    assert len(client.prompts[0]) == 5
 
 
 def test_a_verdict_that_is_not_among_the_likeliest_words():
@@ -104,11 +88,8 @@ def test_a_verdict_that_is_not_among_the_likeliest_words():
     ],
 )
 def test_what_asks_no_model(text, happy, unhappy, sentence):
-    assert (
-        words_agree(said(text), "happy"),
-        words_agree(said(text), "unhappy"),
-        one_sentence(said(text)),
-    ) == (happy, unhappy, sentence)
+    moods = [words_agree(said(text), mood) for mood in ("happy", "unhappy")]
+    assert (*moods, one_sentence(said(text))) == (happy, unhappy, sentence)
 
 
 def test_places_are_held_out_with_both_moods():
@@ -116,7 +97,5 @@ def test_places_are_held_out_with_both_moods():
     train, held_out = env.get_dataset().to_list(), env.get_eval_dataset().to_list()
     assert (len(train), len(held_out)) == (64, 16)
     assert not {row["question"] for row in train} & {row["question"] for row in held_out}
-    assert [row["answer"] for row in held_out].count("happy") == 8 and {*TELLING.values()} == {
-        "happy",
-        "unhappy",
-    }
+    assert [row["answer"] for row in held_out].count("happy") == 8
+    assert {*TELLING.values()} == {"happy", "unhappy"}

@@ -33,10 +33,8 @@ def scored(task: vf.Task, reply: str) -> vf.Trace:
 
 def test_the_word_alone_counts():
     task = tasks()[0]
-    right, other = (
-        task.data.answer,
-        next(word for word in task.data.row if word != task.data.answer),
-    )
+    right = task.data.answer
+    other = next(word for word in task.data.row if word != right)
     for reply, reward, one_of_the_row, words in [
         (right, 1.0, 1.0, 1.0),
         (f" {right.upper()}.\n", 1.0, 1.0, 1.0),

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from tests.environments.playing import load, play
+from tests.environments.playing import load, play, prompts_of
 
 EASY = {"task": "gcd", "max_value": 20, "count": 30, "eval_count": 10}
 
@@ -28,14 +28,10 @@ def test_examples_eval_and_training_are_different_questions():
     )
     train, held_out = env.get_dataset().to_list(), env.get_eval_dataset().to_list()
     assert (len(train), len(held_out)) == (30, 10)
-    assert [message["role"] for message in train[0]["prompt"]] == ["system"] + [
-        "user",
-        "assistant",
-    ] * 3 + ["user"]
-    asked = [row["prompt"][-1]["content"] for row in [*train, *held_out]] + [
-        m["content"] for m in train[0]["prompt"][1:-1:2]
-    ]
-    assert len(set(asked)) == 43
+    roles = " ".join(message["role"] for message in train[0]["prompt"])
+    assert roles == "system" + " user assistant" * 3 + " user"
+    shown = [message["content"] for message in train[0]["prompt"][1:-1:2]]
+    assert len({*prompts_of(train), *prompts_of(held_out), *shown}) == 43
 
 
 def test_a_task_that_repeats_itself_has_no_held_out_question_in_training():
@@ -43,10 +39,8 @@ def test_a_task_that_repeats_itself_has_no_held_out_question_in_training():
     env = load("reasoning-tasks", task="gcd", max_value=20, any_order=True, shots=5, count=150)
     train, held_out = env.get_dataset().to_list(), env.get_eval_dataset().to_list()
     shown = [message["content"] for message in train[0]["prompt"][1:-1:2]]
-    pairs = [
-        frozenset(re.findall(r"\d+", text))
-        for text in [row["prompt"][-1]["content"] for row in [*train, *held_out]] + shown
-    ]
+    texts = [*prompts_of(train), *prompts_of(held_out), *shown]
+    pairs = [frozenset(re.findall(r"\d+", text)) for text in texts]
     assert len(set(pairs)) == len(pairs) == 195
     with pytest.raises(
         RuntimeError,
@@ -54,9 +48,7 @@ def test_a_task_that_repeats_itself_has_no_held_out_question_in_training():
     ):
         load("reasoning-tasks", task="gcd", max_value=20, any_order=True)
     rows = load("reasoning-tasks", task="ab").get_dataset().to_list()
-    assert len({row["prompt"][-1]["content"] for row in rows}) == 400, (
-        "the same words in another order are another question"
-    )
+    assert len({*prompts_of(rows)}) == 400, "the same words in another order are another question"
 
 
 def test_wrong_arguments_are_named():

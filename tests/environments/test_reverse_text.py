@@ -47,8 +47,8 @@ def test_more_words_are_for_training_alone():
     )
     held_out = prompts_of(few.get_eval_dataset().to_list())
     assert prompts_of(many.get_eval_dataset().to_list()) == held_out
-    training = prompts_of(many.get_dataset().to_list())
-    assert len({*map(str, training)}) == 1600 and not {*map(str, training)} & {*map(str, held_out)}
+    training = {*prompts_of(many.get_dataset().to_list())}
+    assert len(training) == 1600 and training.isdisjoint(held_out)
 
 
 def test_more_texts_than_there_are():

@@ -51,35 +51,25 @@ def nothing_left(tmp_path, monkeypatch):
     """After the test: no file, no process and no open file more than before."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("SECRET_TOKEN", "xyz")
-    files, num_open = (
-        {name for name in os.listdir("/") if "pwned" in name},
-        len(os.listdir("/proc/self/fd")),
-    )
+    num_open = len(os.listdir("/proc/self/fd"))
     yield
-    assert not [
-        process for process in psutil.Process().children(recursive=True) if is_jailed(process)
-    ]
-    assert {name for name in os.listdir("/") if "pwned" in name} == files and not list(
-        tmp_path.iterdir()
-    )
+    assert not any(map(is_jailed, psutil.Process().children(recursive=True)))
+    assert not Path("/pwned").exists() and not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) <= num_open
 
 
 def test_right_and_half_right_solutions(env):
     assert scored(env, "def f(x):\n    return x + 3") == 1.0
-    assert (
-        scored(
-            env,
-            "from math import sqrt\nimport collections.abc\ndef f(x):\n    print('hm')\n    "
-            "return int(sqrt(x * x)) + 3",
-        )
-        == 1.0
-    )
-    assert scored(env, "def f(x):\n    return 6") == 0.5
-    assert scored(env, "def f(x):\n    return 6 if x == 3 else 1 / 0") == 0.5
-    assert scored(env, "def f(x):\n    return float(x + 3)") == 0.0  # another type
-    assert scored(env, "def g(x):\n    return x + 3") == 0.0
-    assert scored(env, "def f(x)\n    return x + 3") == 0.0
+    imports = "from math import sqrt\nimport collections.abc\n"
+    for code, reward in (
+        (f"{imports}def f(x):\n    print('hm')\n    return int(sqrt(x * x)) + 3", 1.0),
+        ("def f(x):\n    return 6", 0.5),
+        ("def f(x):\n    return 6 if x == 3 else 1 / 0", 0.5),
+        ("def f(x):\n    return float(x + 3)", 0.0),  # another type
+        ("def g(x):\n    return x + 3", 0.0),
+        ("def f(x)\n    return x + 3", 0.0),
+    ):
+        assert scored(env, code) == reward, code
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -198,23 +188,15 @@ def test_the_kernel_refuses_what_the_process_does_to_itself_notwithstanding():
         page = libc.mmap(0, 4096, 3, 0x22, -1, 0)
         found = {}
         for what, (numbers, arguments) in ESCAPES.items():
-            values = [
-                {"parent": parent, "page": page}.get(value, value)
-                if isinstance(value, str)
-                else value
-                for value in arguments
-            ]
-            pointers = [
-                (ctypes.c_char * len(value)).from_buffer(value)
-                if isinstance(value, bytearray)
-                else value
-                for value in values
-            ]
+            pointers = []
+            for value in arguments:
+                if isinstance(value, str):
+                    value = {"parent": parent, "page": page}[value]
+                if isinstance(value, bytearray):
+                    value = (ctypes.c_char * len(value)).from_buffer(value)
+                pointers.append(ctypes.c_long(value) if isinstance(value, int) else value)
             ctypes.set_errno(0)
-            returned = libc.syscall(
-                ctypes.c_long(numbers[SHOT]),
-                *(ctypes.c_long(x) if isinstance(x, int) else x for x in pointers),
-            )
+            returned = libc.syscall(ctypes.c_long(numbers[SHOT]), *pointers)
             found[what] = ctypes.get_errno() if returned == -1 else 0
         return found
 

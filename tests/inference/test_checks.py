@@ -75,16 +75,10 @@ def test_routes_are_asked_of_vllm_on_gpus_alone(monkeypatch):
         vllm_arguments(config, "m", on_cpu=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [((7, 3, 2), ""), ((6, 3, 2), "gave those of 6 of 7 tokens' routes"), (None, "gave none of 7")],
-)
-def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
-    routes = None if given is None else np.arange(math.prod(given), dtype=np.uint16).reshape(given)
-    flat = SimpleNamespace(logprobs=[-1.0, -2.0])
-    answer = SimpleNamespace(
-        token_ids=[7, 8], logprobs=flat, finish_reason="stop", routed_experts=routes
-    )
+def sampled(prompt: list[int], token_ids: list[int], **answered):
+    """The answer of an engine of which vLLM says this."""
+    logprobs = SimpleNamespace(logprobs=[-1.0] * len(token_ids))
+    answer = SimpleNamespace(token_ids=token_ids, logprobs=logprobs, **answered)
 
     async def once(*_, **__):
         return SimpleNamespace(
@@ -92,7 +86,17 @@ def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
         )
 
     engine = SimpleNamespace(sampling=nullcontext, ranks=Balancer(), add_request=once)
-    work = VersionedEngine.sample(engine, [1, 2, 3, 4, 5, 6], SamplingParams(), routes=True)
+    routes = answered["finish_reason"] == "stop"
+    return VersionedEngine.sample(engine, prompt, SamplingParams(), routes=routes)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [((7, 3, 2), ""), ((6, 3, 2), "gave those of 6 of 7 tokens' routes"), (None, "gave none of 7")],
+)
+def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
+    routes = None if given is None else np.arange(math.prod(given), dtype=np.uint16).reshape(given)
+    work = sampled([1, 2, 3, 4, 5, 6], [7, 8], finish_reason="stop", routed_experts=routes)
     if said:
         with pytest.raises(ValueError, match=said):
             asyncio.run(work)
@@ -102,18 +106,8 @@ def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_vllm_cut_off_is_none(reason):
-    answer = SimpleNamespace(
-        token_ids=[7], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason
-    )
-
-    async def once(*_, **__):
-        return SimpleNamespace(
-            outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once
-        )
-
-    engine = SimpleNamespace(sampling=nullcontext, ranks=Balancer(), add_request=once)
     with pytest.raises(CutOffError, match="the server is stopping"):
-        asyncio.run(VersionedEngine.sample(engine, [1], SamplingParams()))
+        asyncio.run(sampled([1], [7], finish_reason=reason, routed_experts=None))
 
 
 def test_adapters_of_a_model_that_sees_images_are_merged(tmp_path):

@@ -117,19 +117,14 @@ def test_what_a_process_is_in_is_an_open_span_until_the_newest_heartbeat_or_its_
         write_status(run_dir.status(name), status)
     run = Run(run_dir.root)
     # one behind the other
-    assert phases(run, "trainer") == [
-        ("waiting_for_batch", 1001.0, 1005.001),
-        ("training", 1005.001, 1061.5),
-    ]
+    waited = ("waiting_for_batch", 1001.0, 1005.001)
+    assert phases(run, "trainer") == [waited, ("training", 1005.001, 1061.5)]
     assert phases(run, "orchestrator") == [("filling_batch", 1004.0, 1061.5)]
     assert phases(run, "inference") == [("serving", 1003.0, 1020.0)]  # it is silent for long
     archive_status(run_dir.status("trainer"), run_dir.spans)
     assert not run_dir.status("trainer").exists()
     # it stays so
-    assert phases(run, "trainer") == [
-        ("waiting_for_batch", 1001.0, 1005.001),
-        ("training", 1005.001, 1060.0),
-    ]
+    assert phases(run, "trainer") == [waited, ("training", 1005.001, 1060.0)]
     # of one without a status there is nothing to say
     archive_status(run_dir.status("trainer"), run_dir.spans)
 

@@ -15,11 +15,8 @@ from tests.records.made import make_run, sample, write_eval_of, write_samples
 
 def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
     loads = SimpleNamespace(from_pretrained=lambda folder, **options: (str(folder), options))
-    monkeypatch.setitem(
-        sys.modules,
-        "transformers",
-        SimpleNamespace(AutoModelForCausalLM=loads, AutoTokenizer=loads),
-    )
+    transformers = SimpleNamespace(AutoModelForCausalLM=loads, AutoTokenizer=loads)
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
     monkeypatch.setattr(run_module, "resolve_model", lambda model, needs_template: model.name)
     run_dir = make_run(tmp_path / "x")
     for version in (1, 2):
@@ -33,13 +30,14 @@ def test_versions_are_loaded_by_number_or_as_the_best(tmp_path, monkeypatch):
         (2, run_dir.weights(2), ()),
     ]
     one, two = str(run_dir.weights(1)), str(run_dir.weights(2))
-    assert [run.load_model(which)[0] for which in (None, 0, 1, "best", "best:held-out")] == [
-        two,
-        "none",
-        one,
-        one,
-        one,
-    ]
+    for which, folder in (
+        (None, two),
+        (0, "none"),
+        (1, one),
+        ("best", one),
+        ("best:held-out", one),
+    ):
+        assert run.load_model(which)[0] == folder
     assert run.load_model(1, dtype="float32")[1] == {"dtype": "float32"}
     with pytest.raises(
         RunError,
@@ -68,13 +66,8 @@ def test_tokens_of_a_batch_without_a_log(tmp_path):
     run = Run(run_dir.root)
     write_samples(run_dir, 1, [sample(0, 0), sample(0, 1, teacher=True)])
     first, second = run.tokens(1)
-    assert first.token_ids.tolist() == [1, 2, 3, 4, 5] and first.versions.tolist() == [
-        -1,
-        -1,
-        0,
-        0,
-        0,
-    ]
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5]
+    assert first.versions.tolist() == [-1, -1, 0, 0, 0]
     assert np.isnan(first.columns()["ratio"]).all() and not first.clipped.any()
     assert not first.has_log and "000001.safetensors: does not exist" in run.batch(1).fault
     assert run.tokens(1, group=0, rollout=1)[0].place == second.place == 1

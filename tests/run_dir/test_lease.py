@@ -107,10 +107,8 @@ def test_another_hosts_lease_counts_as_long_as_it_changes(lock, no_locks):
 
 def test_another_hosts_live_lease_is_refused_as_soon_as_it_changes(lock, no_locks, monkeypatch):
     monkeypatch.setattr(lease, "LEASE_S", 30.0)
-    renews = SimpleNamespace(
-        sleep=lambda _s: os.utime(lease_path(lock, 3), (5, 5)), monotonic=time.monotonic
-    )
-    monkeypatch.setattr(lease, "time", renews)
+    renew = lambda _s: os.utime(lease_path(lock, 3), (5, 5))  # noqa: E731
+    monkeypatch.setattr(lease, "time", SimpleNamespace(sleep=renew, monotonic=time.monotonic))
     write_lease(lock, 3, FAR)
     before = time.monotonic()
     with pytest.raises(RunError, match=f"already running \\(pid {os.getpid()} on far\\)"):

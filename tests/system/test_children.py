@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,17 +56,10 @@ def test_output_goes_to_the_log_of_the_attempt(tmp_path):
 
 
 def test_last_lines_end_before_torchruns_own_account(tmp_path):
-    account = [
-        "E1 14:11 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)",
-        "noise",
-    ]
-    (tmp_path / "x.log").write_text(
-        "\n".join([*(f"line {i}" for i in range(30)), "ValueError: boom", *account])
-    )
-    assert last_lines(tmp_path / "x.log") == [
-        *(f"line {i}" for i in range(11, 30)),
-        "ValueError: boom",
-    ]
+    account = "E1 14:11 7 torch/distributed/elastic/multiprocessing/api.py:1002] failed\nnoise"
+    said = [*(f"line {i}" for i in range(30)), "ValueError: boom"]
+    (tmp_path / "x.log").write_text("\n".join([*said, account]))
+    assert last_lines(tmp_path / "x.log") == said[11:]
 
 
 def test_the_pid_of_a_child_stays_its_own_until_it_is_reaped(tmp_path, monkeypatch):
@@ -91,18 +85,12 @@ def test_a_pid_that_went_to_another_process_is_not_signalled():
     stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
     try:
         line = until(lambda: process_table.entry(stranger.pid))
-        before = process_table.Entry(
-            line.parent, line.session, line.state, str(int(line.start) - 1)
-        )
+        before = replace(line, start=str(int(line.start) - 1))
         process_table.send_signal({stranger.pid: before}, signal.SIGKILL)
         processes = process_table.table()
-        assert (
-            process_table.marked(processes, [stranger.pid], "none", {stranger.pid: before.start})
-            == set()
-        )
-        assert process_table.marked(
-            processes, [stranger.pid], "none", {stranger.pid: line.start}
-        ) == {stranger.pid}
+        for entry, found in ((before, set()), (line, {stranger.pid})):
+            starts = {stranger.pid: entry.start}
+            assert process_table.marked(processes, [stranger.pid], "none", starts) == found
         assert stranger.poll() is None
         process_table.send_signal({stranger.pid: line}, signal.SIGKILL)
         assert stranger.wait(20) == -signal.SIGKILL
@@ -166,16 +154,8 @@ def test_kill_tree_reaches_what_left_the_group_and_bears_the_marker(tmp_path):
 
 def test_a_restart_waits_twice_as_long_after_each_death_without_progress_until_there_were_too_many():
     policy = RestartPolicy(backoff_s=0.5, backoff_limit_s=10.0)
-    assert [policy.delay_s(barren) for barren in range(8)] == [
-        0.0,
-        0.5,
-        1.0,
-        2.0,
-        4.0,
-        8.0,
-        10.0,
-        10.0,
-    ]
+    expected = [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert [policy.delay_s(barren) for barren in range(8)] == expected
     assert policy.delay_s(5000) == 10.0
     policy = RestartPolicy(1.0, 30.0, max_restarts=2, window_s=60.0)
     assert policy.delay_s(0, [0.0, 10.0]) == 0.0
@@ -273,20 +253,26 @@ time.sleep(60)
     until(lambda: not any(alive(pid) for pid in found))
 
 
+def refuse(*_: object, **__: object) -> None:
+    """As a system that has no more processes or files."""
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def killed_guard(folder: Path) -> Guard:
+    guard = Guard("none", folder / "none", 1.0)
+    guard.process.kill()
+    guard.process.wait()
+    return guard
+
+
 def test_a_guard_that_the_system_refuses_is_started_by_a_later_poll(tmp_path, monkeypatch):
     """Regression: a killed guard and a full process table at once ended the run without a
     report."""
-    guard, begin = Guard("none", tmp_path / "none", 1.0), subprocess.Popen
-    guard.process.kill()
-    guard.process.wait()
-
-    def refuse(*_, **__):
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(subprocess, "Popen", refuse)
-    guard.poll()
-    guard.forget(SimpleNamespace(pid=1))
-    monkeypatch.setattr(subprocess, "Popen", begin)
+    guard = killed_guard(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        guard.poll()
+        guard.forget(SimpleNamespace(pid=1))
     guard.poll()
     assert guard.process.poll() is None
     guard.close()
@@ -294,23 +280,17 @@ def test_a_guard_that_the_system_refuses_is_started_by_a_later_poll(tmp_path, mo
 
 def test_a_guard_without_a_pipe_writes_to_no_file_of_others(tmp_path, monkeypatch):
     """The pipe's number is reused when the next pipe is refused: no descriptor is left."""
-    guard, begin = Guard("none", tmp_path / "none", 1.0), os.pipe
-    guard.process.kill()
-    guard.process.wait()
-
-    def refuse():
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(os, "pipe", refuse)
+    guard = killed_guard(tmp_path)
     number = guard.pipe
-    guard.poll()
-    with (tmp_path / "file").open("wb") as opened:
-        file = os.dup2(opened.fileno(), number)
-    guard.watch(Child("one", os.getpid(), tmp_path / "one-1.log"))
-    guard.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", refuse)
+        guard.poll()
+        with (tmp_path / "file").open("wb") as opened:
+            file = os.dup2(opened.fileno(), number)
+        guard.watch(Child("one", os.getpid(), tmp_path / "one-1.log"))
+        guard.close()
     assert os.fstat(file).st_size == 0
     os.close(file)
-    monkeypatch.setattr(os, "pipe", begin)
     guard.poll()
     assert guard.process.poll() is None
     guard.close()
@@ -318,10 +298,6 @@ def test_a_guard_without_a_pipe_writes_to_no_file_of_others(tmp_path, monkeypatc
 
 def test_a_start_that_the_system_refuses_leaves_no_descriptor_open(tmp_path, monkeypatch):
     children = Children()
-
-    def refuse(*_, **__):
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
     monkeypatch.setattr("rl.launch.children.start", refuse)
     counts = []
     for _ in range(3):
@@ -413,19 +389,14 @@ def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
     gone = subprocess.Popen(python("pass"))
     gone.wait()
     code = "from rl.system.linux import die_with_parent; die_with_parent(); print('still here')"
-    env = {**os.environ, "RL_PARENT_PID": str(gone.pid)}
-    result = subprocess.run(python(code), env=env, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (143, "")
-    env = {**os.environ, "RL_PARENT_PID": str(os.getpid())}
-    assert (
-        subprocess.run(python(code), env=env, capture_output=True, text=True).stdout
-        == "still here\n"
-    )
-    del env["RL_PARENT_PID"]
-    assert (
-        subprocess.run(python(code), env=env, capture_output=True, text=True).stdout
-        == "still here\n"
-    )
+    for parent, ends in (
+        ({"RL_PARENT_PID": str(gone.pid)}, (143, "")),
+        ({"RL_PARENT_PID": str(os.getpid())}, (0, "still here\n")),
+        ({}, (0, "still here\n")),
+    ):
+        env = {**os.environ, **parent}
+        result = subprocess.run(python(code), env=env, capture_output=True, text=True)
+        assert (result.returncode, result.stdout) == ends
 
 
 def test_first_signal_stops_second_kills_at_once(driver, tmp_path):

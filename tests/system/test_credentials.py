@@ -94,11 +94,8 @@ def test_references_are_looked_up_and_then_secret():
         "n": 3,
         "nested": [{"x": "env:OTHER"}, "environment", "env: no"],
     }
-    assert resolve(table, "args") == {
-        "api_key": KEY,
-        "n": 3,
-        "nested": [{"x": "other-value-1"}, "environment", "env: no"],
-    }
+    nested = [{"x": "other-value-1"}, "environment", "env: no"]
+    assert resolve(table, "args") == {"api_key": KEY, "n": 3, "nested": nested}
     assert redact("other-value-1") == "[$OTHER]"
     with pytest.raises(
         ConfigError,
@@ -181,11 +178,8 @@ def test_what_is_no_secret_stays_as_it_is(args):
 
 def test_hidden_values():
     table = {"api_key": "12345678", "inner": [{"password": "abcdefgh", "user": "me"}], "n": 1}
-    assert hidden("args", table) == {
-        "api_key": "(hidden)",
-        "inner": [{"password": "(hidden)", "user": "me"}],
-        "n": 1,
-    }
+    inner = [{"password": "(hidden)", "user": "me"}]
+    assert hidden("args", table) == {"api_key": "(hidden)", "inner": inner, "n": 1}
     assert hidden("x.token", "12345678") == "(hidden)"
 
 

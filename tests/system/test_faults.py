@@ -57,6 +57,9 @@ def check_whole(root: Path) -> None:
         assert [(version / name).read_text() for name in "ab"] in (["old"] * 2, ["new"] * 2)
 
 
+FINAL = {"batches", "weights", "000001.batch", "pending.log", "000001", "a", "b"}
+
+
 def names_below(root: Path) -> set[str]:
     return {path.name for path in root.rglob("*")}
 
@@ -94,15 +97,7 @@ def test_a_death_at_any_point_leaves_nothing_half(tmp_path, trace):
         check_whole(root)
         version = root / "weights" / "000001"
         clean_leftovers(root, root / "batches", root / "weights", ours="")
-        assert names_below(root) <= {
-            "batches",
-            "weights",
-            "000001.batch",
-            "pending.log",
-            "000001",
-            "a",
-            "b",
-        }, name
+        assert names_below(root) <= FINAL, name
         if name == "weights.replaced":
             assert (version / "a").read_text() == "old"
 
@@ -131,15 +126,7 @@ def test_an_error_at_any_point_leaves_nothing_half_and_names_the_file(tmp_path, 
         log = root / "batches" / "pending.log"
         # not even a torn record
         list(decode_records(log.read_bytes() if log.exists() else b"", "log"))
-        assert names_below(root) <= {
-            "batches",
-            "weights",
-            "000001.batch",
-            "pending.log",
-            "000001",
-            "a",
-            "b",
-        }, name
+        assert names_below(root) <= FINAL, name
 
 
 def test_only_the_named_process_dies_and_only_once(tmp_path):
@@ -179,26 +166,18 @@ def test_only_the_named_process_dies_and_only_once(tmp_path):
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        *(
-            ("batches/000012.batch", "batch"),
-            ("batches/000012.quarantined", "quarantined"),
-            ("batches/pending.log", "pending"),
-        ),
-        *(
-            ("weights/000012", "weights"),
-            ("checkpoints/000012", "checkpoint"),
-            ("evals/000012/addition.jsonl", "eval"),
-        ),
-        *(
-            ("evals/best.json", "best"),
-            ("status/trainer.json", "trainer"),
-            ("status/trainer.000012.lease", "lease"),
-        ),
-        *(
-            ("metrics/trainer.jsonl", "metrics"),
-            ("metrics.jsonl", "merged"),
-            ("config.toml", "config"),
-        ),
+        ("batches/000012.batch", "batch"),
+        ("batches/000012.quarantined", "quarantined"),
+        ("batches/pending.log", "pending"),
+        ("weights/000012", "weights"),
+        ("checkpoints/000012", "checkpoint"),
+        ("evals/000012/addition.jsonl", "eval"),
+        ("evals/best.json", "best"),
+        ("status/trainer.json", "trainer"),
+        ("status/trainer.000012.lease", "lease"),
+        ("metrics/trainer.jsonl", "metrics"),
+        ("metrics.jsonl", "merged"),
+        ("config.toml", "config"),
     ],
 )
 def test_names(path, kind):
@@ -207,7 +186,8 @@ def test_names(path, kind):
 
 
 def test_leftovers_of_others_stay(tmp_path):
-    for name in (".hidden.tmp", ".000001.partial", "000001", ".rl.lock"):
+    stay = (".hidden.tmp", ".000001.partial", "000001", ".rl.lock")
+    for name in stay:
         (tmp_path / name).touch()
     for name in (".data.old", ".000002.replaced"):
         (tmp_path / name).mkdir()
@@ -223,11 +203,4 @@ def test_leftovers_of_others_stay(tmp_path):
     assert [path.name for path in clean_leftovers(tmp_path)] == [dead]
     assert [path.name for path in clean_leftovers(tmp_path, ours="000008.batch")] == [elsewhere]
     assert len(clean_leftovers(tmp_path, ours="")) == 3
-    assert names_below(tmp_path) == {
-        ".hidden.tmp",
-        ".000001.partial",
-        "000001",
-        ".rl.lock",
-        "000002",
-        mine,
-    }
+    assert names_below(tmp_path) == {*stay, "000002", mine}

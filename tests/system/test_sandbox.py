@@ -13,48 +13,42 @@ from rl.system.sandbox import Sandbox
 from tests.system import escapes
 from tests.system.escapes import ESCAPES, SHOT
 
-APPLY = (
-    *(
-        "change a setting of the kernel",
-        "change what the kernel runs",
-        "ask the kernel by its magic key",
-        "make a file beside the devices",
-    ),
-    *("move interrupts", "read how pages are used", "list private keys"),
-    *(
-        "create a file",
-        "make a directory",
-        "delete a file",
-        "make a link",
-        "make a symbolic link",
-        "rename",
-        "make a device",
-    ),
-    *(
-        "change permissions",
-        "kill the parent",
-        "stop the parent",
-        "kill a thread of the parent",
-        "queue a signal",
-        "open the parent",
-    ),
-    *("trace the parent", "change the parent's limits", "raise a limit of its own"),
-    *(
-        "mount",
-        "change the root",
-        "pivot the root",
-        "a new user namespace",
-        "another's namespace",
-        "become root",
-    ),
-    *(
-        "become root in every sense",
-        "take capabilities",
-        "load a module",
-        "name the machine",
-        "reboot",
-    ),
-)
+APPLY = """
+change a setting of the kernel
+change what the kernel runs
+ask the kernel by its magic key
+make a file beside the devices
+move interrupts
+read how pages are used
+list private keys
+create a file
+make a directory
+delete a file
+make a link
+make a symbolic link
+rename
+make a device
+change permissions
+kill the parent
+stop the parent
+kill a thread of the parent
+queue a signal
+open the parent
+trace the parent
+change the parent's limits
+raise a limit of its own
+mount
+change the root
+pivot the root
+a new user namespace
+another's namespace
+become root
+become root in every sense
+take capabilities
+load a module
+name the machine
+reboot
+""".strip().splitlines()
 """Those of write_function's attempts that are refused by a sandbox that allows programs, threads
 and sockets."""
 HERE = frozenset({Path(sys.prefix), Path(sys.base_prefix), Path(escapes.__file__)})

@@ -7,14 +7,9 @@ from pathlib import Path
 
 import uvicorn
 
-from rl.config.run import RLConfig
-from rl.tinker.app import TinkerApi, make_app
-from rl.tinker.http import KEY_PREFIX, KeyGate
-from rl.tinker.sampling import SamplingSessions
-from rl.tinker.storage import Storage
-from rl.tinker.training import Training
+from rl.tinker.http import KEY_PREFIX
 from tests.ports import free_ports
-from tests.tinker.test_app import KEY, SECRET, CountingLearner, Servers
+from tests.tinker.test_app import KEY, CountingLearner, Servers, service_of
 from tests.waiting import until
 
 NAME = "meta/x"
@@ -43,25 +38,11 @@ class Service:
         self.thread.join()
 
     async def _serve(self) -> None:
-        model = {"name": "tiny", "max_model_len": 64}
-        config = RLConfig.model_validate(
-            {"name": "s", "output_dir": str(self.root), "model": model, "serve": {"alias": NAME}}
-        )
-        storage = Storage(config.run_dir)
-        training = Training(config, storage, self.learner)
-        sampling = SamplingSessions(
-            config, storage, self.servers, training.name, self.learner.vocab_size
-        )  # type: ignore[arg-type]
-        app = make_app(TinkerApi(training, sampling, storage, SECRET))
+        training, sampling, app = service_of(self.root, self.learner, self.servers)
         sampling.begin()
         work = asyncio.create_task(training.run())
         self.server = uvicorn.Server(
-            uvicorn.Config(
-                KeyGate(app, KEY, SECRET, loopback=True),
-                port=self.port,
-                log_level="warning",
-                lifespan="off",
-            )
+            uvicorn.Config(app, port=self.port, log_level="warning", lifespan="off")
         )
         await self.server.serve()
         work.cancel()

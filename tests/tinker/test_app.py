@@ -121,26 +121,27 @@ class Servers:
         )
 
 
+def service_of(
+    root: Path, learner: CountingLearner, servers: Servers
+) -> tuple[Training, SamplingSessions, KeyGate]:
+    """A service in a folder."""
+    model = {"name": "tiny", "max_model_len": 64}
+    config = RLConfig.model_validate(
+        {"name": "s", "output_dir": str(root), "model": model, "serve": {"alias": "meta/x"}}
+    )
+    storage = Storage(config.run_dir)
+    training = Training(config, storage, learner)
+    sampling = SamplingSessions(config, storage, servers, training.name, learner.vocab_size)
+    app = make_app(TinkerApi(training, sampling, storage, SECRET))
+    return training, sampling, KeyGate(app, KEY, SECRET, loopback=True)
+
+
 class Client:
     """A server in a folder, and requests to it."""
 
     def __init__(self, root: Path):
-        model = {"name": "tiny", "max_model_len": 64}
-        config = RLConfig.model_validate(
-            {"name": "s", "output_dir": str(root), "model": model, "serve": {"alias": "meta/x"}}
-        )
-        storage = Storage(config.run_dir)
         self.learner, self.servers = CountingLearner(), Servers()
-        self.training = Training(config, storage, self.learner)
-        self.sampling = SamplingSessions(
-            config, storage, self.servers, self.training.name, self.learner.vocab_size
-        )
-        app = KeyGate(
-            make_app(TinkerApi(self.training, self.sampling, storage, SECRET)),
-            KEY,
-            SECRET,
-            loopback=True,
-        )
+        self.training, self.sampling, app = service_of(root, self.learner, self.servers)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app),
             base_url="http://localhost",
@@ -187,6 +188,9 @@ class Client:
 
     async def call(self, path, body):
         return await self.result(await self.post(path, body))
+
+    async def step(self, model, number):
+        return await self.call("optim_step", step_of(model, number))
 
 
 def with_client(test):
@@ -239,10 +243,8 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
         async with Client(tmp_path) as client:
             model = await new_model(client)
             assert model.endswith(":train:0")
-            step = await client.post(
-                "optim_step",
-                {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.5}},
-            )
+            rate = {"learning_rate": 0.5}
+            step = await client.post("optim_step", step_of(model, 2) | {"adam_params": rate})
             # waits for call 1, which comes later, as the SDK's first chunk does
             assert len(client.learner.done) == 1
             body = forward_backward(model, 1)
@@ -253,10 +255,8 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
                 entry.key: np.frombuffer(entry.value.data, np.float32).tolist()
                 for entry in output.loss_fn_outputs[0].fields
             }
-            assert fields == {
-                "logprobs": pytest.approx([-0.06, -0.07, -0.08]),
-                "elementwise_loss": [0, 1, 1],
-            }
+            logprobs = pytest.approx([-0.06, -0.07, -0.08])
+            assert fields == {"logprobs": logprobs, "elementwise_loss": [0, 1, 1]}
             assert (await client.result(step))["metrics"]["policy_version:max"] == 1
             assert client.learner.done == [
                 ("create", 4),
@@ -267,9 +267,10 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
             assert saved["path"] == f"tinker://{model}/weights/a"
             await client.post("forward_backward", forward_backward(model, 4))
             listed = await client.get("checkpoints?limit=5")
-            assert [one["tinker_path"] for one in listed["checkpoints"]] == [
-                saved["path"]
-            ] and listed["cursor"]["total_count"] == 1
+            (checkpoint,) = listed["checkpoints"]
+            assert (
+                checkpoint["tinker_path"] == saved["path"] and listed["cursor"]["total_count"] == 1
+            )
             run = await client.get(f"training_runs/{model}")
             assert run["lora_rank"] == 4 and run["last_checkpoint"]["checkpoint_id"] == "weights/a"
             named = f"/api/v1/training_runs/{model}/checkpoints/weights"
@@ -344,7 +345,7 @@ def test_a_call_that_ends_the_trainer_each_time_fails_alone(tmp_path):
         for state in (client.training.models[model].run_dir.root / "state").iterdir():
             shutil.rmtree(state)
         async with Client(tmp_path) as client:  # whose calls are executed from the first
-            await client.call("optim_step", step_of(model, 3))
+            await client.step(model, 3)
             assert client.learner.done == [
                 ("create", 4),
                 ("optim_step", 1e-4),
@@ -375,18 +376,14 @@ def test_a_model_that_finds_no_memory_after_a_restart_fails_alone(tmp_path, lost
                 return executed
 
             learner.load, learner.create = without_room(learner.load), without_room(learner.create)
-            refused, step = [
-                await client.call("optim_step", step_of(model, 1)) for model in (poor, other)
-            ]
+            refused, step = [await client.step(model, 1) for model in (poor, other)]
             assert (
                 refused["error"].startswith("not executed: no memory")
                 and step["metrics"]["policy_version:max"] == 1
             )
             assert not client.work.done() and client.training.models[poor].applied == -1
             full = False
-            assert (await client.call("optim_step", step_of(poor, 2)))["metrics"][
-                "policy_version:max"
-            ] == 1
+            assert (await client.step(poor, 2))["metrics"]["policy_version:max"] == 1
             assert learner.steps == {poor: 1, other: 1}, (
                 "what was not executed is not executed later"
             )
@@ -405,7 +402,7 @@ def step_of(model, number):
 async def test_names_are_told_apart_and_stay_in_their_folder(client):
     model = await new_model(client)
     for number, name in enumerate(("epoch-0.5", "epoch-0.25"), 1):
-        await client.call("optim_step", step_of(model, 3 * number - 2))
+        await client.step(model, 3 * number - 2)
         for offset, kind in enumerate(("save_weights", "save_weights_for_sampler")):
             await client.call(
                 kind, {"model_id": model, "seq_id": 3 * number - 1 + offset, "path": name}
@@ -539,15 +536,11 @@ async def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_op
     model = await new_model(client)
     await client.post("forward_backward", forward_backward(model, 1))
     await client.post("optim_step", step_of(model, 2))
-    saved = await client.call(
-        "save_weights_external",
-        {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200},
-    )
+    save = {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200}
+    saved = await client.call("save_weights_external", save)
     assert saved["path"] == f"tinker://{model}/external_weights/e"
     await client.post("optim_step", step_of(model, 4))
-    again = await client.call(
-        "save_weights_external", {"model_id": model, "seq_id": 5, "path": "e"}
-    )
+    again = await client.call("save_weights_external", save | {"seq_id": 5})
     assert "exists: choose another name" in again["error"]
     named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
     (listed,) = (await client.get("checkpoints"))["checkpoints"]
@@ -557,9 +550,8 @@ async def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_op
     assert [*urls] == ["adapter_model.safetensors"]
     key = client.http.headers.pop("x-api-key")
     assert (await client.http.get(url)).content == b"\x01"
-    assert (await client.http.get(f"{url}0")).status_code == 401
-    assert (await client.http.get(url.replace("adapter_model", "other"))).status_code == 401
-    assert (await client.http.get(url.split("?")[0])).status_code == 401
+    for forged in (f"{url}0", url.replace("adapter_model", "other"), url.split("?")[0]):
+        assert (await client.http.get(forged)).status_code == 401
     with monkeypatch.context() as later:
         now = time.time()
         later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
@@ -585,7 +577,7 @@ def test_a_server_of_many_models_reads_the_logs_that_are_asked_for(tmp_path, mon
         async with Client(tmp_path) as client:
             models = [await new_model(client, number % 3) for number in range(8)]
             for model in models:
-                await client.call("optim_step", step_of(model, 1))
+                await client.step(model, 1)
             log = client.training.models[models[7]].log
             await log.add(ClientCall(2, "optim_step", json.dumps(step_of(models[7], 2)).encode()))
         monkeypatch.setattr(
@@ -685,24 +677,12 @@ async def test_an_answer_without_max_tokens_has_a_bound(client, monkeypatch, ask
     async def send(method, url, path, body=None):
         if method == "POST":
             limits.append(body["max_tokens"])
-        return 200, json.dumps(
-            {
-                "policy_version": client.servers.held,
-                "model": "tiny",
-                "engine": "",
-                "choices": [],
-            }
-        ).encode()
+        status = {"policy_version": client.servers.held, "model": "tiny", "engine": ""}
+        return 200, json.dumps(status | {"choices": []}).encode()
 
     client.servers.generate, client.servers.send = noting, send
-    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
-    sample = {
-        "prompt": prompt,
-        "sampling_params": asked,
-        "sampling_session_id": await client.base_session(await client.session()),
-        "seq_id": 0,
-    }
-    await client.call("asample", sample)
+    session_id = await client.base_session(await client.session())
+    await client.call("asample", sample_of(session_id, 0, params=asked))
     assert limits == [sent]
     if sent < 62:
         answer = await client.http.post(

@@ -18,7 +18,7 @@ async def session(root):
     second, whose version 1 is that state."""
     async with Client(root) as client:
         first = await new_model(client)
-        await client.call("optim_step", {"model_id": first, "seq_id": 1, "adam_params": {}})
+        await client.step(first, 1)
         path = (await client.call("save_weights", {"model_id": first, "seq_id": 2, "path": "a"}))[
             "path"
         ]
@@ -32,9 +32,9 @@ async def session(root):
         await client.call("forward_backward", forward_backward(model, 1))
         # refused, then as now
         await client.call("forward_backward", forward_backward(model, 2, "stable_reinforce"))
-        await client.call("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
+        await client.step(model, 3)
         await client.call("save_weights_for_sampler", {"model_id": model, "seq_id": 4, "path": "b"})
-        await client.call("optim_step", {"model_id": model, "seq_id": 5, "adam_params": {}})
+        await client.step(model, 5)
         return client.training.models[model].run_dir, client.training.config
 
 
