@@ -1,17 +1,11 @@
 """A real Slurm on this machine, in a folder: munged, slurmctld and slurmds n1 to n4. Needs root,
 and `apt-get install slurm-wlm munge`.
 
-    tests/cluster/slurm_here.py FOLDER up            then: export SLURM_CONF=FOLDER/slurm.conf; sinfo; sbatch ...
-    tests/cluster/slurm_here.py FOLDER kill n3       kills a slurmd and all that it runs, as a power cut would
-    tests/cluster/slurm_here.py FOLDER start n3      brings it back
-    tests/cluster/slurm_here.py FOLDER status | down
-
 Partition `main` is the default; jobs in `high` preempt those of `main`, which are told, have 20 s
 and are queued again. A node that is lost counts as down after 15 s. Nothing outside the folder is
 written or read, and any number of folders can be up at once.
 """
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -28,7 +22,6 @@ from pathlib import Path
 from rl.system import process_table
 
 NODES = ("n1", "n2", "n3", "n4")
-DAEMONS = ("munged", "slurmctld", *NODES)
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
 START_S, STOP_S = 60.0, 10.0
 """Deadlines, in seconds, for nodes to become idle and for a daemon to end."""
@@ -71,6 +64,7 @@ class SlurmHere:
     def __init__(self, folder: Path):
         self.folder = folder.absolute()
         self.conf = self.folder / "slurm.conf"
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.env = {
             key: value for key, value in os.environ.items() if not key.startswith("SLURM")
         } | {"SLURM_CONF": str(self.conf)}
@@ -91,13 +85,7 @@ class SlurmHere:
                 f"slurm_here: {self.folder} is too long for the sockets in it; give a path "
                 f"of at most {LONGEST_FOLDER} bytes"
             )
-        if any(map(self.pid, DAEMONS)):
-            sys.exit(
-                f"slurm_here: {self.folder} is up already; end it with: "
-                f"tests/cluster/slurm_here.py {self.folder} down"
-            )
         for name in ("state", *(f"spool-{node}" for node in NODES)):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
             (self.folder / name).mkdir(parents=True)
         self.folder.chmod(0o755)  # munged trusts no folder that others may write
         self.conf.write_text(
@@ -147,9 +135,8 @@ class SlurmHere:
     def kill(self, node: str) -> None:
         """Kills the slurmd of a node with all processes of its jobs. It is their subreaper, so
         all are below it."""
-        if pid := self.pid(node):
-            kill_below(pid)
-            self._stop(node, signal.SIGKILL)
+        kill_below(self.daemons[node].pid)
+        self._stop(node, signal.SIGKILL)
 
     def preempt(self, node: str) -> None:
         """Submits a short job of high priority to a node."""
@@ -158,15 +145,10 @@ class SlurmHere:
 
     def down(self) -> None:
         """Ends everything. Files stay."""
-        for node in NODES:
+        for node in {*NODES} & {*self.daemons}:
             self.kill(node)
         self._stop("slurmctld", signal.SIGTERM)
         self._stop("munged", signal.SIGTERM)
-
-    def status(self) -> None:
-        """Prints daemons, nodes and jobs."""
-        print(*(f"{name:10} {self.pid(name) or 'down'}" for name in DAEMONS), sep="\n")
-        print(self.ask("sinfo", "-N", "-l"), self.ask("squeue", "-l"), sep="\n")
 
     def ask(self, *command: str, timeout_s: float = 30.0) -> str:
         """Returns what a command of Slurm prints, and its error messages if it fails."""
@@ -175,56 +157,37 @@ class SlurmHere:
         )
         return (done.stdout if done.returncode == 0 else done.stdout + done.stderr).strip()
 
-    def pid(self, name: str) -> int | None:
-        """Returns the process id of a daemon if it runs."""
-        with contextlib.suppress(OSError, ValueError):
-            pid, start = (self.folder / f"{name}.started").read_text().split()
-            line = process_table.entry(int(pid))
-            if line and line.start == start and line.state != "Z":
-                return int(pid)
-        return None
-
     def _start(self, name: str, *command: str) -> None:
         prctl = ctypes.CDLL(None).prctl
         with (self.folder / f"{name}.log").open("ab") as log:
-            out = {
-                "stdin": subprocess.DEVNULL,
-                "stdout": log,
-                "stderr": log,
-                "start_new_session": True,
-            }
-            child = subprocess.Popen(
+            self.daemons[name] = subprocess.Popen(
                 command,
                 env=self.env,
-                **out,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
                 preexec_fn=lambda: prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0),
             )
-        child.returncode = 0  # it may outlive us, and `_stop` reaps it if it does not
-        line = process_table.entry(child.pid)
-        (self.folder / f"{name}.started").write_text(f"{child.pid} {line.start if line else 0}")
 
     def _stop(self, name: str, signum: int) -> None:
-        if pid := self.pid(name):
-            os.kill(pid, signum)
-            deadline = time.monotonic() + STOP_S
-            while self.pid(name) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-        (self.folder / f"{name}.started").unlink(missing_ok=True)
+        if daemon := self.daemons.pop(name, None):
+            daemon.send_signal(signum)
+            try:
+                daemon.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
 
     def _await(self, what: str, condition: Callable[[], object], timeout_s: float) -> None:
         """Waits until a condition holds. Raises TimeoutError, or RuntimeError with the end of
         its log when a daemon has ended."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            for path in self.folder.glob("*.started"):
-                if not self.pid(path.stem):
-                    raise RuntimeError(
-                        f"{path.stem} has ended: "
-                        f"{path.with_suffix('.log').read_text(errors='replace')[-1000:]}"
-                    )
+            for name, daemon in self.daemons.items():
+                if daemon.poll() is not None:
+                    log = (self.folder / f"{name}.log").read_text(errors="replace")
+                    raise RuntimeError(f"{name} has ended: {log[-1000:]}")
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"slurm_here waited {timeout_s:.0f} s for {what}; see the logs in {self.folder}"
@@ -268,21 +231,3 @@ def free_ports(number: int) -> list[int]:
     raise OSError(
         "slurm_here found no five free ports between 10000 and 30000; end what listens there"
     )
-
-
-def main() -> None:
-    """Runs one command."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("command", choices=("up", "down", "kill", "start", "status"))
-    parser.add_argument("node", nargs="?", choices=NODES)
-    args = parser.parse_args()
-    if bool(args.node) != (args.command in ("kill", "start")):
-        parser.error("kill and start need one node, the other commands none")
-    getattr(SlurmHere(args.folder), args.command)(*filter(None, [args.node]))
-
-
-if __name__ == "__main__":
-    main()

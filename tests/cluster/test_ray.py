@@ -253,21 +253,6 @@ def test_machines_that_ray_does_not_have(start):
     )
 
 
-def test_the_end_of_the_head(tmp_path):
-    own = RayCluster(4)
-    here = Run(tmp_path, own.cluster.address)
-    pids = here.all_run()
-    own.kill_head()
-    code, text = here.end(60.0)
-    assert (
-        code == 1
-        and "has not answered for 20 s" in text
-        and f"resume with: rl @ {here.root}/config.toml --resume" in text
-    )
-    until(lambda: here.indices(".left") == [0, 1, 2, 3] and not any(map(alive, pids.values())))
-    own.shutdown()
-
-
 def test_no_ray(tmp_path, monkeypatch):
     config = RLConfig.model_validate(
         {"cluster": {"engine": "ray", "ray": {"address": "ray://x:1"}}}

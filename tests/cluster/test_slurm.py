@@ -14,7 +14,7 @@ import pytest
 
 from rl.cluster import slurm
 from rl.config.run import RLConfig
-from rl.run_dir.nodes import Nodes, RunOver
+from rl.run_dir.nodes import Nodes
 from rl.system import process_table
 from rl.system.children import Stopped
 from rl.system.errors import RunError
@@ -400,23 +400,6 @@ class TestShort:
 
 class TestSlurm:
     pytestmark = [pytest.mark.cluster, *real]
-
-    def test_preempted_and_lost_machines_come_back(self, cluster, tmp_path, monkeypatch):
-        """A preempted trainer is queued again, a lost server starts on another machine, each
-        with its index; others stay."""
-        run = Run(cluster, tmp_path, monkeypatch)
-        run.wait_for_starts((0, 0), (1, 0), (2, 0))
-        where = {index: node for index, _, node, _ in run.starts()}
-        cluster.preempt(where["1"])
-        run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
-        run.wait("the job of high priority", lambda: not cluster.ask("squeue", "-h", "-p", "high"))
-        cluster.kill(where["2"])
-        run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1))
-        assert run.starts()[-1][2] != where["2"]
-        cluster.start(where["2"])
-        run.nodes.write(run.nodes.over_path, RunOver(exit_code=0, text="", time=time.time()))
-        run.wait_for_end()
-        assert [run.state(job) for job in run.jobs] == ["COMPLETED", "COMPLETED"]
 
     def test_requeues_have_an_end(self, cluster, tmp_path, monkeypatch):
         """With the last start the trainer's job ends, and with it the machines that serve."""

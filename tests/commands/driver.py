@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rl.launch.children import Children
 from rl.main import subcommand
+from tests.flags import flags
 
 ENVIRONMENTS = Path(__file__).parent.parent / "environments"
 CODE = "import sys; from rl.main import main; sys.exit(main())"
@@ -19,9 +20,9 @@ sys.exit(rl.main.main())
 """
 
 
-def words(text: str) -> list[str]:
-    """The words of a command line."""
-    return text.split()
+def words(first: object, *args: object) -> list[str]:
+    """The words of a command line; the first text, and one that begins with a flag, may hold several."""
+    return [*str(first).split(), *flags(*args)]
 
 
 def with_server(script: str) -> str:
@@ -32,7 +33,7 @@ def with_server(script: str) -> str:
 def start(directory: Path, *args: str, code: str = CODE, **env: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(ENVIRONMENTS), "COLUMNS": "200", **env}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *args],
+        [sys.executable, "-c", code, *words(*args)],
         cwd=directory,
         env=environment,
         stdout=subprocess.PIPE,
@@ -44,7 +45,8 @@ def start(directory: Path, *args: str, code: str = CODE, **env: str) -> subproce
 def called(capsys, command: str, *args: object) -> tuple[int, str, str]:
     """Exit code, output and errors of a subcommand in this process."""
     try:
-        code = subcommand(command, [*map(str, args)], Children())
+        command, *args = words(command, *args)
+        code = subcommand(command, args, Children())
     except SystemExit as end:
         code = end.code
     return code, *capsys.readouterr()

@@ -25,7 +25,7 @@ from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import TrainBatch
 from tests.commands.driver import words
-from tests.flags import flags
+from tests.flags import flags, made
 
 STATE = OrchestratorState(
     tasks=TaskState(next_group=9, issued={"e": 8}, in_flight=[TaskRef(8, "e", 3)]),
@@ -48,7 +48,7 @@ def run(tmp_path, monkeypatch):
         "--orchestrator.environment.id e --model.name owner/m --name x --max_steps 4 "
         "--learning_rate 1e-5 --model.dtype bfloat16"
     )
-    config = build(parse_args(given.split())).with_absolute_paths()
+    config = made(given).with_absolute_paths()
     run_dir = config.run_dir
     write_file(run_dir.config, to_toml(config).encode())
     for step in range(1, 5):
@@ -397,7 +397,7 @@ def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launche
     given = (
         "--model.name owner/m --name x --max_steps 4 --sft.dataset d.jsonl --model.dtype bfloat16"
     )
-    config = build(parse_args(given.split())).with_absolute_paths()
+    config = made(given).with_absolute_paths()
     write_file(run.config, to_toml(config).encode())
     for change in (
         ("--sft.batch_size", "128"),

@@ -14,7 +14,8 @@ from rl.system.errors import RunError
 from rl.trainer.sft.rows import why_unused
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import rl, with_server, words
+from tests import jsonl
+from tests.commands.driver import rl, with_server
 from tests.commands.servers import Endpoint
 from tests.orchestrator.made import turn
 from tests.web import serving
@@ -91,27 +92,24 @@ def test_a_file_has_one_writer(tmp_path):
 
 def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
     path = tmp_path / "r.jsonl"
-    flags = (*words(f"--orchestrator.environment.id say-digit --output {path} --samples 2"),)
+    flags = (f"--orchestrator.environment.id say-digit --output {path} --samples 2",)
     with serving(Endpoint("good")) as server:
-        code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "1")
+        code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit 1")
         assert code == 0 and f"rollouts written to {path}: 2 finished; mean reward 1.000" in out, (
             err
         )
         path.write_text(path.read_text() + '{"env": "say-di')
-        code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit", "3")
+        code, out, err = rl(tmp_path, "collect", *flags, "--policy", server.url, "--limit 3")
         assert code == 0 and len(server.asked) == 6, err
     flags = (
         *flags,
-        *words(
-            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
-        ),
+        f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
     )
     code, out, err = rl(
         tmp_path,
         "collect",
         *flags,
-        "--limit",
-        "3",
+        "--limit 3",
         code=with_server("import sys; sys.exit('no server')"),
     )
     # and no server was waited for
@@ -119,22 +117,12 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
     assert not list(tmp_path.glob("outputs/*/server"))
     folders = {path.name for path in (tmp_path / "outputs").iterdir()}  # named by what was played
     assert folders == {"collect-say-digit-good", f"collect-say-digit-{model.name}"}
-    lines = [json.loads(text) for text in path.read_bytes().splitlines()]
+    lines = jsonl.read(path)
     assert sorted((one["task"], one["sample"]) for one in lines) == [
         (task, sample) for task in (0, 1, 2) for sample in (0, 1)
     ]
-    assert {
-        "env",
-        "task",
-        "sample",
-        "policy",
-        "agent",
-        "messages",
-        "reward",
-        "metrics",
-        "outcome",
-        "stop",
-    } <= set(lines[0])
+    keys = "env task sample policy agent messages reward metrics outcome stop"
+    assert set(keys.split()) <= set(lines[0])
     assert (lines[0]["policy"], lines[0]["reward"], lines[0]["outcome"]) == (
         "good",
         1.0,
@@ -146,7 +134,7 @@ def test_lines_say_which_agents_are_not_trained(tmp_path):
     path = tmp_path / "r.jsonl"
     told = Collection("p", {}, path, tokens=False)
     told.write("e", 0, [Rollout(agent="solver"), Rollout(agent="judge", trainable=False)], 1.0)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = jsonl.read(path)
     assert [(line["agent"], line.get("why")) for line in lines] == [
         ("solver", None),
         ("judge", "not_trainable"),
@@ -161,19 +149,8 @@ def test_lines_say_which_agents_are_not_trained(tmp_path):
 
 
 def test_faults(tmp_path):
-    code, _, err = rl(
-        tmp_path, *words("collect --orchestrator.environment.id nope --output x.jsonl")
-    )
-    assert code == 1 and "`rl env install owner/nope`" in err, err
-    environment = (
-        "--orchestrator.environment.id",
-        "say-digit",
-        "--model.name",
-        str(tmp_path / "nowhere"),
-    )
-    code, _, err = rl(
-        tmp_path, "collect", *environment, "--output", str(tmp_path / "new" / "x.jsonl")
-    )
+    wrong = f"--orchestrator.environment.id say-digit --model.name {tmp_path}/nowhere"
+    code, _, err = rl(tmp_path, "collect", wrong, f"--output {tmp_path}/new/x.jsonl")
     assert code == 1 and "nowhere" in err and not (tmp_path / "new").exists()
 
 
@@ -186,7 +163,7 @@ def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
         [Rollout(turns=[turn((1, 2), (3,))], reward=1.0), Rollout(error="broken", episode=1)],
         0.7,
     )
-    first, failed = (parse(json.loads(text), "line") for text in path.read_text().splitlines())
+    first, failed = (parse(line, "line") for line in jsonl.read(path))
     assert (first.task, first.reward, first.temperature, first.turns[0].completion_ids) == (
         3,
         1.0,

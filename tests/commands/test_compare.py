@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from rl.commands.compare import means, seed_lines, stretches
-from rl.config.command_line import build, parse_args, to_toml
+from rl.config.command_line import to_toml
 from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.origin import BranchOrigin
 from tests.commands.driver import called
+from tests.flags import made
 
 
 @pytest.fixture
@@ -20,21 +21,11 @@ def runs(tmp_path, monkeypatch):
     """Runs x and y of four and of two steps, with other learning rates."""
     monkeypatch.chdir(tmp_path)
     for name, lr, steps in (("x", "1e-6", 4), ("y", "2e-6", 2)):
-        flags = [
-            "--orchestrator.environment.id",
-            "e",
-            "--name",
-            name,
-            "--max_steps",
-            "4",
-            "--trainer.optim.lr",
-            lr,
-        ]
-        config = build(
-            parse_args(
-                [*flags, *(["--trainer.lora", "--trainer.gpus", "0"] if name == "y" else [])]
-            )
+        line = (
+            f"--orchestrator.environment.id e --name {name} --max_steps 4 --trainer.optim.lr {lr}"
         )
+        lora = " --trainer.lora --trainer.gpus 0" if name == "y" else ""
+        config = made(line + lora)
         config.run_dir.root.mkdir(parents=True)
         config.run_dir.config.write_text(to_toml(config))
         logs = {
@@ -153,35 +144,20 @@ def test_a_computed_number_is_shown_without_its_rounding_errors_unless_they_diff
     ]
 
 
-def test_the_parts_of_a_reward_follow_it(runs, capsys):
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"mean": 0.5, "e/mean": 0.5, "e/exact": 0.25, "e/form": 0.75}, "mean e/exact e/form"),
+        ({"mean": 0.9, "e/mean": 1.0, "f/mean": 0.5}, "e/mean f/mean"),
+    ],
+)
+def test_parts_follow_the_reward_and_environments_are_not_mixed(runs, capsys, values, names):
     for name in ("x", "y"):
         log = MetricsLog(Path("outputs", name, "metrics.jsonl"), "orchestrator")
-        log.write(
-            1,
-            {
-                "reward/mean": 0.5,
-                "reward/e/mean": 0.5,
-                "reward/e/exact": 0.25,
-                "reward/e/form": 0.75,
-            },
-        )
+        log.write(1, {f"reward/{key}": value for key, value in values.items()})
     out = called(capsys, "compare", "x", "y")[1].splitlines()
-    assert [line.split()[0] for line in out if line.startswith("reward/")] == [
-        "reward/mean",
-        "reward/e/exact",
-        "reward/e/form",
-    ]
-
-
-def test_rewards_of_several_environments_are_not_mixed(runs, capsys):
-    for name in ("x", "y"):
-        log = MetricsLog(Path("outputs", name, "metrics.jsonl"), "orchestrator")
-        log.write(1, {"reward/mean": 0.9, "reward/e/mean": 1.0, "reward/f/mean": 0.5})
-    out = called(capsys, "compare", "x", "y")[1].splitlines()
-    assert [line.split()[0] for line in out if line.startswith("reward/")] == [
-        "reward/e/mean",
-        "reward/f/mean",
-    ]
+    heads = [line.split()[0] for line in out if line.startswith("reward/")]
+    assert heads == [f"reward/{key}" for key in names.split()]
 
 
 def test_of_a_branch_it_says_where_it_began(runs, capsys):

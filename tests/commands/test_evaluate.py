@@ -11,15 +11,16 @@ from rl.commands import evaluate
 from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
 from rl.commands.evaluate import evaluations_only, num_examples
 from rl.commands.policy_spec import PolicySource
-from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
 from rl.main import subcommand
 from rl.system.errors import RunError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import ENVIRONMENTS, rl, start, with_server, words
+from tests import jsonl
+from tests.commands.driver import ENVIRONMENTS, rl, start, with_server
 from tests.commands.servers import Endpoint
+from tests.flags import made
 from tests.orchestrator.stub_inference import StubInference
 from tests.waiting import until
 from tests.web import serving
@@ -47,9 +48,7 @@ def policy(name, rewards, **fields):
 
 
 def test_what_is_evaluated():
-    config = build(
-        parse_args(words("--orchestrator.environment.id a/x --orchestrator.environment.args.n 3"))
-    )
+    config = made("--orchestrator.environment.id a/x --orchestrator.environment.args.n 3")
     derived = evaluations_only(config, 5, 2, quick=False).orchestrator
     assert derived.environment == [] and [
         (one.id, one.args, one.num_examples, one.samples) for one in derived.eval
@@ -60,14 +59,8 @@ def test_what_is_evaluated():
         quick.orchestrator.sampling.max_tokens,
         quick.name[-6:],
     ) == (4, 32, "-quick")
-    config = build(
-        parse_args(
-            [
-                *words(
-                    "--orchestrator.environment.id x --orchestrator.eval.id y --orchestrator.eval.samples 4"
-                ),
-            ]
-        )
+    config = made(
+        "--orchestrator.environment.id x --orchestrator.eval.id y --orchestrator.eval.samples 4"
     )
     assert [
         (one.id, one.samples)
@@ -95,7 +88,7 @@ def test_how_many_examples():
 def test_two_policies_side_by_side(tmp_path, capsys):
     ours = policy("new", {0: [1.0, 1.0], 1: [1.0, 0.0], 2: [1.0, 1.0]}, metrics={"m": 2.0})
     theirs = policy("old", {0: [0.0, 0.0], 1: [0.0, 0.0]})
-    config = build(parse_args(["--orchestrator.environment.id", "e"]))
+    config = made("--orchestrator.environment.id e")
     report = write_report(tmp_path / "o", config, [ours, theirs])
     gap = report["comparison"]["e"]["reward_mean"]
     assert (gap["mean"], gap["low"], gap["high"], gap["num_examples"]) == (0.75, 0.5, 1.0, 2)
@@ -141,7 +134,7 @@ def test_two_models_of_an_endpoint(tmp_path):
     with serving(Endpoint("good", "bad")) as server:
         flags = (
             *SAY_DIGIT,
-            *words("--samples 2 --output o --orchestrator.eval.sampling.temperature 0 --seed 1"),
+            "--samples 2 --output o --orchestrator.eval.sampling.temperature 0 --seed 1",
         )
         code, out, err = rl(
             tmp_path,
@@ -168,10 +161,7 @@ def test_two_models_of_an_endpoint(tmp_path):
         "high": 1.0,
         "num_examples": 2,
     }
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "o" / "good" / "say-digit.jsonl").read_text().splitlines()
-    ]
+    lines = jsonl.read(tmp_path / "o" / "good" / "say-digit.jsonl")
     assert [(line["task"], line["rollout"], line["reward"], line["outcome"]) for line in lines] == [
         (0, 0, 1.0, "finished"),
         (0, 1, 1.0, "finished"),
@@ -195,9 +185,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
     with serving(StubInference(model, tmp_path / "status.json", skill=1.0)):
         address = json.loads((tmp_path / "status.json").read_text())["address"]
         flags = (
-            *words(
-                f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
-            ),
+            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
         )
         code, out, err = rl(
             tmp_path,
@@ -206,8 +194,7 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
             *flags,
             "--orchestrator.inference_urls",
             f'["{address}"]',
-            "--compare",
-            "e/report.json",
+            "--compare e/report.json",
         )
     assert code == 0, err
     assert (
@@ -266,9 +253,7 @@ def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_
         "def exact(completion, answer):\n    return float(completion[-1]['content'] == answer)\n"
     )
     flags = (
-        *words(
-            "--orchestrator.environment.dataset rows.jsonl --orchestrator.environment.reward rewards.py:exact --orchestrator.sampling.temperature 0"
-        ),
+        "--orchestrator.environment.dataset rows.jsonl --orchestrator.environment.reward rewards.py:exact --orchestrator.sampling.temperature 0",
     )
     with serving(Endpoint("good")) as server:
         for digit, more in ((1, ()), (2, ("--compare", "1"))):
@@ -306,7 +291,7 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
         '[{id = "e", name = "cool", sampling = {temperature = 0.25}}, {id = "e", name = "hot", '
         "sampling = {temperature = 0.75}}]"
     )
-    config = build(parse_args(["--orchestrator.environment.id", "x", "--orchestrator.eval", evals]))
+    config = made("--orchestrator.environment.id x --orchestrator.eval", evals)
     session = Session()
     session.config = config
     parts = asyncio.run(evaluate.evaluate_policy(session, PolicySource("p"), tmp_path, None))
@@ -325,7 +310,7 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
     with serving(Endpoint("good")) as server:
         flags = (
             *SAY_DIGIT,
-            *words("--orchestrator.environment.args.fail always --orchestrator.rollout_retries 0"),
+            "--orchestrator.environment.args.fail always --orchestrator.rollout_retries 0",
         )
         code, _, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
     assert (
@@ -338,9 +323,7 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
 def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     flags = (
         *SAY_DIGIT,
-        *words(
-            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
-        ),
+        f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
     )
     code, _, err = rl(
         tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')")
@@ -351,12 +334,12 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     )
     slow = "import time; time.sleep(600)"
     code, _, err = rl(
-        tmp_path, "eval", *flags, "--inference.startup_timeout_s", "1", code=with_server(slow)
+        tmp_path, "eval", *flags, "--inference.startup_timeout_s 1", code=with_server(slow)
     )
     assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
     assert not list(tmp_path.rglob("server-*"))
     (tmp_path / "empty").mkdir()
-    code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy", "empty")
+    code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy empty")
     assert (
         code == 1
         and f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err
@@ -366,9 +349,7 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
 def test_ctrl_c_leaves_nobody(tmp_path, model):
     flags = (
         *SAY_DIGIT,
-        *words(
-            f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8"
-        ),
+        f"--model.name {model} --model.max_model_len 256 --orchestrator.sampling.max_tokens 8",
     )
     process = start(tmp_path, "eval", *flags, code=with_server("import time; time.sleep(600)"))
     logs = until(lambda: list(tmp_path.glob("outputs/*/*/logs/worker-*")), 60)

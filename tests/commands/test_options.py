@@ -17,6 +17,7 @@ from rl.config.run import RLConfig
 from rl.main import commit
 from tests.bounds import children_cpu_s, imports_s
 from tests.commands.driver import rl, words
+from tests.flags import made
 
 
 def test_a_git_that_does_not_answer_leaves_the_version_without_a_commit(monkeypatch):
@@ -125,7 +126,7 @@ def test_help_is_quick(tmp_path, command):
 
 
 def test_dry_run_of_a_command(tmp_path):
-    code, out, _ = rl(tmp_path, "env", "e", "--args", '{"n": [1, "ü"]}', "--dry-run", "--seed", "3")
+    code, out, _ = rl(tmp_path, "env", "e", "--args", '{"n": [1, "ü"]}', "--dry-run --seed 3")
     (tmp_path / "config.toml").write_text(out)
     config = from_toml(tmp_path / "config.toml")
     assert code == 0 and (config.seed, config.orchestrator.environment[0].args) == (
@@ -171,7 +172,7 @@ num_examples = 2
 def test_quick_makes_any_run_tiny(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(QUICK)
-    config = build(parse_args(["@", str(path), "--quick"]))
+    config = made("@", str(path), "--quick")
     settings = config.orchestrator
     assert (config.name, config.max_steps, settings.group_size, settings.batch_size) == (
         "n-quick",
@@ -189,15 +190,9 @@ def test_quick_makes_any_run_tiny(tmp_path):
         ("c", 2, 1),
     ]
     several = ["--trainer.minibatches", "4"]
-    small = build(
-        parse_args(
-            [
-                *words(
-                    "--orchestrator.environment.id e --orchestrator.group_size 2 --max_steps 1 --quick"
-                ),
-                *several,
-            ]
-        )
+    small = made(
+        "--orchestrator.environment.id e --orchestrator.group_size 2 --max_steps 1 --quick",
+        *several,
     )
     assert (small.max_steps, small.orchestrator.group_size, small.orchestrator.batch_size) == (
         1,

@@ -8,13 +8,14 @@ import pytest
 
 import rl.commands.play_session
 from rl.commands.play_session import HOPELESS, PlaySession, policy_server, server_config
-from rl.config.command_line import build, parse_args, to_toml
+from rl.config.command_line import to_toml
 from rl.launch.children import Children
 from rl.launch.devices import split
 from rl.orchestrator.workers.pool import PlayJob
 from rl.system.errors import RunError
 from rl.system.machine import Machine
 from rl.wire.rollouts import Rollout
+from tests.flags import made
 
 
 class Pool:
@@ -43,7 +44,7 @@ class Pool:
 
 def play(jobs, concurrency=None, patience_s=60.0, break_pool=False, **options):
     """(what was handed over, pool)."""
-    config = build(parse_args(["--orchestrator.environment.id", "e"]))
+    config = made("--orchestrator.environment.id e")
 
     async def main():
         pool, given = Pool(**options), []
@@ -112,10 +113,10 @@ def test_a_server_alone_has_all_of_the_box(tmp_path):
         "--orchestrator.environment.id e --orchestrator.eval.id e --trainer-gpus 1 "
         "--trainer.weights.dir /dev/shm"
     )
-    config = server_config(build(parse_args(flags.split())), "owner/model", tmp_path / "work")
+    config = server_config(made(flags), "owner/model", tmp_path / "work")
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
-    again = build(parse_args([f"@{path}"]))
+    again = made(f"@{path}")
     assert (
         again.run_dir.root == tmp_path / "work" / "server"
         and again.run_dir.newest_weights() is None
@@ -134,7 +135,7 @@ def test_each_server_has_a_folder_of_its_own_and_nothing_else_is_touched(tmp_pat
 
     folders = []
     monkeypatch.setattr(rl.commands.play_session, "start_in", start_in)
-    config = build(parse_args(["--orchestrator.environment.id", "e"]))
+    config = made("--orchestrator.environment.id e")
 
     async def main():
         async with policy_server(config, "m", tmp_path, Children()):

@@ -8,16 +8,15 @@ import pytest
 from rl.commands import policy_spec
 from rl.commands.play_session import server_config
 from rl.commands.policy_spec import PolicySource, resolve
-from rl.config.command_line import build, parse_args, to_toml
+from rl.config.command_line import to_toml
 from rl.system.errors import RunError
 from tests.commands.servers import KEY, Endpoint
+from tests.flags import made
 from tests.web import serving
 
 
 def config(*flags):
-    return build(
-        parse_args(["--orchestrator.environment.id", "e", "--model.name", "owner/base", *flags])
-    )
+    return made("--orchestrator.environment.id e --model.name owner/base", *flags)
 
 
 def look(spec, *, model=None, key_var=None, evals=(), flags=()):
@@ -37,7 +36,7 @@ def run(tmp_path):
     for version in (3, 12):
         (root / "weights" / f"{version:06d}").mkdir(parents=True)
     (root / "weights" / ".000013.tmp").mkdir()
-    (root / "config.toml").write_text(to_toml(config("--name", "r", "--output_dir", "/elsewhere")))
+    (root / "config.toml").write_text(to_toml(config("--name r --output_dir /elsewhere")))
     return root
 
 
@@ -66,7 +65,7 @@ def test_versions_of_a_run(run):
 
 def test_weights_that_lie_elsewhere(run, tmp_path):
     (run / "config.toml").write_text(
-        to_toml(config("--name", "r", "--trainer.weights.dir", str(tmp_path / "shm")))
+        to_toml(config("--name r --trainer.weights.dir", str(tmp_path / "shm")))
     )
     (tmp_path / "shm" / "r" / "000007").mkdir(parents=True)
     assert look(str(run)) == PolicySource(

@@ -70,7 +70,7 @@ sums         1.5      2      0.15 -> 0.95     Sums
 def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
     (recipes / "recipe.toml").write_text(NOT_RUN)
     assert called(capsys, "recipe")[1].endswith("sums    ~1.5     0      not run          Sums\n")
-    assert called(capsys, *words("recipe sums --to x"))[1].startswith(
+    assert called(capsys, "recipe sums --to x")[1].startswith(
         "x: Sums; never run; estimated 1.5 minutes on two cores. Train"
     )
     remedy = (
@@ -81,7 +81,7 @@ def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
         called(capsys, "recipe", "sums", "--check") == (2, "", said)
         and not Path("outputs").exists()
     )
-    code, out, err = called(capsys, *words("recipe sums --check --short"))
+    code, out, err = called(capsys, "recipe sums --check --short")
     assert (code, err) == (0, "") and out.endswith(
         f"sums: all stages work, and {MEASURE} is 0.950 at step 20\n"
     )
@@ -111,7 +111,7 @@ rl @ run.toml
         "",
         "rl recipe: sums exists already; name another folder, or move it away\n",
     )
-    code, _, said = called(capsys, *words("recipe sums --to /proc/x/y"))
+    code, _, said = called(capsys, "recipe sums --to /proc/x/y")
     assert code == 1 and said.startswith("rl recipe: /proc/x/y cannot be made: ")
 
 
@@ -148,7 +148,7 @@ def test_an_unknown_name_and_a_damaged_file(recipes, capsys):
 
 
 def test_a_check_runs_the_stages_and_shows_the_curve_beside_the_recorded_ones(stages, capsys):
-    assert called(capsys, *words("recipe sums --check --seed 7")) == (
+    assert called(capsys, "recipe sums --check --seed 7") == (
         0,
         """\
 outputs/recipes/sums-1: rl sft @ sft.toml --seed 7
@@ -178,7 +178,7 @@ def test_the_end_of_the_curve_decides(recipes, stages, capsys, last, third, code
     (recipes / "recipe.toml").write_text(RECIPE + third)
     stages[1].update({10: 0.0, 20: last})
     assert called(capsys, "recipe", "sums", "--check")[0] == code
-    assert called(capsys, *words("recipe sums --check --output again"))[0] == code
+    assert called(capsys, "recipe sums --check --output again")[0] == code
     assert {folder for folder, _ in stages[0]} == {"sums-1", "again"}, (
         "a check has a folder of its own"
     )
@@ -193,20 +193,20 @@ def test_a_check_prints_its_curve_as_one_more_seed(stages, capsys):
     stages[1].pop(20)
     stages[1].update({8: 0.9, 10: 0.95})
     for seed in ("7", "0"):
-        said = called(capsys, *words("recipe sums --check --seed"), seed)[1].splitlines()
+        said = called(capsys, "recipe sums --check --seed", seed)[1].splitlines()
         assert said[-1] == f"as a seed of recipe.toml: {seed} = [0.25, 0.95, 0.95]"
 
 
 def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
     stages[1].clear()
-    code, out, err = called(capsys, *words("recipe sums --check --short"))
+    code, out, err = called(capsys, "recipe sums --check --short")
     metrics = Path("outputs/recipes/sums-1/outputs/last/metrics.jsonl").absolute()
     assert (code, err) == (
         1,
         f"rl recipe: {metrics} has no {MEASURE}, the recipe's measure; there are none\n",
     )
     stages[1].update({0: 0.0, 2: 0.125})
-    code, out, err = called(capsys, *words("recipe sums --check --short"))
+    code, out, err = called(capsys, "recipe sums --check --short")
     assert (code, err) == (0, "") and out.endswith(
         f"sums: all stages work, and {MEASURE} is 0.125 at step 2\n"
     )
@@ -237,7 +237,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
     )
     monkeypatch.setenv("RL_TOKEN", "0123456789abcdef")
     monkeypatch.setattr(recipe, "IS_INSTALLED", True)
-    lines = called(capsys, *words("recipe sums --to x"))[1].splitlines()
+    lines = called(capsys, "recipe sums --to x")[1].splitlines()
     assert lines[-4:] == [
         "export RL_TOKEN=$(openssl rand -hex 16)",
         "inference @ outputs/warm/config.toml --inference.port 8917 > teacher.log 2>&1 &",
@@ -298,7 +298,7 @@ def test_a_recipe_works(tmp_path):
     """A real one of one stage, from its copy to the measure."""
     process = start(
         tmp_path,
-        *words("recipe sums --check --short --seed 1"),
+        "recipe sums --check --short --seed 1",
         PYTHONPATH="",
         HF_HUB_OFFLINE="1",
     )

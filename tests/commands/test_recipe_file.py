@@ -3,7 +3,7 @@
 import pytest
 
 from rl.commands import recipe
-from rl.commands.recipe import CLONE, ENVIRONMENTS, RECIPES, copy, names, program, read
+from rl.commands.recipe import CLONE, ENVIRONMENTS, RECIPES, copy, program, read
 from rl.system.errors import ConfigError, RunError
 
 SOUND = """
@@ -35,13 +35,6 @@ def recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "RECIPES", tmp_path / "recipes")
     monkeypatch.setattr(recipe, "ENVIRONMENTS", tmp_path / "environments")
     return tmp_path / "recipes"
-
-
-def test_numbers_of_a_recipe(recipes):
-    recipe = read("sums")
-    assert names() == ["sums", "words"] and recipe.steps == [0, 10, 20]
-    assert recipe.seeds == {"1": [0.1, 0.8, 0.9], "2": [0.2, 0.6, 1.0]}
-    assert (recipe.time, recipe.ends, recipe.lasts) == ("1.5", "0.15 -> 0.95", (0.9, 1.0))
 
 
 def test_a_recipe_that_was_never_run_has_an_aim_in_place_of_curves(recipes):

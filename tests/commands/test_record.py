@@ -2,7 +2,6 @@
 can be trained."""
 
 import asyncio
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -13,6 +12,7 @@ from rl.commands.record import Recorder, ServerProcess
 from rl.orchestrator.recorded.lines import parse
 from rl.system.errors import ConfigError, RunError
 from rl.wire.inference_client import InferenceLostError
+from tests import jsonl
 from tests.envs.stub_policy import StubPolicy, StubServers, call
 
 SAMPLING = {"max_tokens": 64, "temperature": 1.0}
@@ -21,6 +21,14 @@ TOOL = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+def ask(episode, messages=ASK, **more):
+    return episode.client.chat.completions.create(model="any", messages=messages, **more)
+
+
+def say(text):
+    return [{"role": "user", "content": text}]
 
 
 async def nothing(self):
@@ -42,19 +50,19 @@ def recorder(tmp_path, monkeypatch):
 
 
 def written(recorder):
-    return [json.loads(text) for text in recorder.output.read_text().splitlines()]
+    return jsonl.read(recorder.output)
 
 
 def test_a_conversation_is_one_chain_of_exactly_its_ids(recorder):
     episode = recorder.episode("sum", env="math")
-    first = episode.client.chat.completions.create(model="any", messages=ASK)
+    first = ask(episode)
     assert first.choices[0].message.content == "turn 1" and first.choices[0].finish_reason == "stop"
     messages = [
         *ASK,
         first.choices[0].message.model_dump(exclude_none=True),
         {"role": "user", "content": "sure?"},
     ]
-    second = episode.client.chat.completions.create(model="any", messages=messages, max_tokens=3)
+    second = ask(episode, messages, max_tokens=3)
     assert second.choices[0].finish_reason == "length" and second.usage.completion_tokens == 3
     rollout = episode.finish(0.5, {"right": 1.0})
     assert len(rollout.turns) == 2 and len(rollout.turns.chains) == 1
@@ -95,7 +103,7 @@ def test_a_conversation_is_one_chain_of_exactly_its_ids(recorder):
     with pytest.raises(RunError, match="finished already"):
         episode.finish(1.0)
     with pytest.raises(openai.NotFoundError, match="no such episode"):
-        episode.client.chat.completions.create(model="any", messages=ASK)
+        ask(episode)
 
 
 def test_tools_and_asyncio(recorder):
@@ -132,14 +140,14 @@ def test_tools_and_asyncio(recorder):
 def test_samples_of_a_task_are_numbered_on_in_a_file_that_exists(recorder):
     for task in ("a", "b", "a"):
         episode = recorder.episode(task)
-        episode.client.chat.completions.create(model="any", messages=ASK)
+        ask(episode)
         episode.finish(0)
     with pytest.raises(RunError, match=r"r.jsonl: another `rl collect` or rl.record writes it"):
         Recorder(recorder.policy, SAMPLING, "stub", recorder.output)
     recorder.on_close.close()
     again = Recorder(recorder.policy, SAMPLING, "stub", recorder.output)
     episode = again.episode("a")
-    episode.client.chat.completions.create(model="any", messages=ASK)
+    ask(episode)
     episode.finish(0)
     again.close()
     assert [(one["task"], one["sample"]) for one in written(recorder)] == [
@@ -169,12 +177,10 @@ def test_samples_of_a_task_are_numbered_on_in_a_file_that_exists(recorder):
 def test_what_would_not_be_done_is_refused(recorder, more, message):
     episode = recorder.episode(0)
     with pytest.raises(openai.BadRequestError, match=message):
-        episode.client.chat.completions.create(**{"model": "any", "messages": ASK} | more)
+        ask(episode, **more)
     with pytest.raises(RunError, match="has no call of the policy"):
         episode.finish(1)
-    episode.client.chat.completions.create(
-        model="any", messages=ASK, temperature=1.0, n=1, user="me", tool_choice="none", tools=[TOOL]
-    )
+    ask(episode, temperature=1.0, n=1, user="me", tool_choice="none", tools=[TOOL])
     assert len(episode.finish(1).turns) == 1 and len(written(recorder)) == 1
 
 
@@ -185,16 +191,12 @@ def test_a_failed_call_fails_the_rollout_and_a_full_context_truncates_it(recorde
     failed, long = recorder.episode(0), recorder.episode(1)
     for text in ("1?", "2?"):
         try:
-            failed.client.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": text}]
-            )
+            ask(failed, say(text))
         except openai.BadRequestError as error:  # as an agent that goes on
             assert "gone" in str(error)
-    long.client.chat.completions.create(model="any", messages=ASK)
+    ask(long)
     with pytest.raises(openai.BadRequestError, match=r"fills model\.max_model_len"):
-        long.client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": "x" * 5000}]
-        )
+        ask(long, say("x" * 5000))
     failed.finish(1)
     long.finish(1)
     lines = written(recorder)
@@ -206,7 +208,7 @@ def test_a_failed_call_fails_the_rollout_and_a_full_context_truncates_it(recorde
 
 def test_a_reward_must_be_a_number(recorder):
     episode = recorder.episode(0)
-    episode.client.chat.completions.create(model="any", messages=ASK)
+    ask(episode)
     with pytest.raises(RunError, match="the reward is nan"):
         episode.finish(float("nan"))
     episode.finish(1)
@@ -228,9 +230,7 @@ def test_an_answer_that_nobody_waits_for_is_no_turn(recorder):
     episode = recorder.episode(0)
 
     async def play():
-        slow = episode.async_client.chat.completions.create(
-            model="any", messages=[{"role": "user", "content": "slow"}]
-        )
+        slow = episode.async_client.chat.completions.create(model="any", messages=say("slow"))
         task = asyncio.create_task(slow)
         while not arrived.is_set():
             await asyncio.sleep(0.01)
@@ -240,9 +240,7 @@ def test_an_answer_that_nobody_waits_for_is_no_turn(recorder):
     asyncio.run(play())
     while recorder.policy.servers.busy:
         asyncio.run(asyncio.sleep(0.01))
-    episode.client.chat.completions.create(
-        model="any", messages=[{"role": "user", "content": "again"}]
-    )
+    ask(episode, say("again"))
     assert [one["role"] for one in episode.finish(0).messages] == ["user", "assistant"] and len(
         episode.conversation.turns
     ) == 1
@@ -263,7 +261,7 @@ def test_the_end_of_the_server_ends_a_call(recorder, tmp_path, monkeypatch):
     recorder.server.process.stdin.write("\n")
     recorder.server.process.stdin.flush()
     with pytest.raises(openai.BadRequestError, match="the policy's server has ended with 7"):
-        episode.client.chat.completions.create(model="any", messages=ASK)
+        ask(episode)
     assert episode.finish(1).outcome == "failed"
 
 
@@ -307,9 +305,7 @@ def test_what_an_agent_has_played_with_a_real_engine_is_trained(tmp_path, model)
         ThreadPoolExecutor(8) as threads,
     ):
         list(threads.map(lambda number: play(recorder, number), range(8)))
-    lines = [
-        parse(json.loads(text), "line") for text in (tmp_path / "r.jsonl").read_text().splitlines()
-    ]
+    lines = [parse(line, "line") for line in jsonl.read(tmp_path / "r.jsonl")]
     assert len(lines) == 8 and all(
         len(one.turns) == 2 and one.turns[0].policy_versions[0].policy_version == 0 for one in lines
     )

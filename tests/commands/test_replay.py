@@ -13,7 +13,6 @@ import pytest
 
 from rl.commands.replay import Verdict, main, plan
 from rl.config.command_line import to_toml
-from rl.config.run import RLConfig
 from rl.config.trainer import ReplayConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
@@ -22,8 +21,10 @@ from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
+from tests import jsonl
 from tests.commands.driver import words
 from tests.families import CONFIGS
+from tests.flags import made
 from tests.trainer.samples import make_batch
 from tests.trainer.stub_orchestrator import StubOrchestrator
 
@@ -36,30 +37,18 @@ def run_dir(tmp_path_factory):
     versions are kept."""
     root = tmp_path_factory.mktemp("run")
     model = make_tiny_model(root / "model", CONFIGS["qwen3_moe"])
-    settings = {
-        "name": "run",
-        "output_dir": str(root),
-        "max_steps": STEPS,
-        "model": {"name": str(model), "dtype": "float32"},
-    }
-    settings |= {"orchestrator": {"environment": [{"id": "test"}]}}
-    trainer = {
-        "gpus": 0,
-        "ranks": 2,
-        "checkpoint": {"interval": 2},
-        "weights": {"keep_last": 2},
-        "optim": {"lr": 1e-3},
-    }
-    trainer["expert_parallel"] = 2
-    trainer["strict_parity"] = False  # the stub's log-probabilities are no model's
-    config = RLConfig.model_validate(settings | {"trainer": trainer})
+    # the stub's log-probabilities are no model's
+    config = made(
+        f"--name run --output_dir {root} --max_steps {STEPS} --model.name {model} --model.dtype float32",
+        "--orchestrator.environment.id test --trainer.optim.lr 1e-3 --trainer.strict_parity false",
+        "--trainer.gpus 0 --trainer.ranks 2 --trainer.expert_parallel 2",
+        "--trainer.checkpoint.interval 2 --trainer.weights.keep_last 2",
+    )
     write_file(config.run_dir.config, to_toml(config).encode())
     batches = [make_batch(step) for step in range(1, STEPS + 1)]
     for batch in batches:
         write_batch(config.run_dir.batch(batch.step), batch, {})
-    ranks = [
-        *words("-m torch.distributed.run --standalone --nproc-per-node=2 -m rl.trainer.main"),
-    ]
+    ranks = words("-m torch.distributed.run --standalone --nproc-per-node=2 -m rl.trainer.main")
     with StubOrchestrator(config.run_dir, batches):
         command = [sys.executable, *ranks, f"@{config.run_dir.config}"]
         done = subprocess.run(
@@ -259,9 +248,7 @@ def test_notes(run_dir, tmp_path):
     assert "checkpoint 2 is damaged and is skipped" in notes[0]
     assert notes[1] == "there is no intact checkpoint 2: starting at the base model"
     line = {"time": 0, "step": 2, "key": "trainer.micro_batch_tokens", "old": 64, "new": 128}
-    (copy.root / "changes.jsonl").write_text(
-        json.dumps(line) + "\n" + json.dumps(line | {"key": "max_steps"}) + "\n"
-    )
+    (copy.root / "changes.jsonl").write_text(jsonl.text(line, line | {"key": "max_steps"}))
     assert changes_within(copy, replay, config) == [
         "trainer.micro_batch_tokens was changed from 64 to 128 after step 2: steps up to it "
         "may differ; --from 2 retrains the later ones"

@@ -16,7 +16,8 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
 from rl.commands.serve_gym import programs_only
-from tests.commands.driver import rl, start, words
+from tests import jsonl
+from tests.commands.driver import rl, start
 from tests.envs.model_server import ModelServer
 from tests.ports import free_ports
 from tests.web import serving
@@ -50,9 +51,9 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
         agent="say-digit",
     )
     with serving(model) as gym:
-        flags = (*words("--limit 3 --args.fail first --orchestrator.rollout_retries 0"),)
+        flags = ("--limit 3 --args.fail first --orchestrator.rollout_retries 0",)
         process = start(
-            tmp_path, *words(f"env say-digit --serve-gym {port} --head-server"), gym.url, *flags
+            tmp_path, f"env say-digit --serve-gym {port} --head-server", gym.url, *flags
         )
         try:
             entry = entry_of(process)
@@ -62,10 +63,8 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
                 yaml.safe_load(entry)["say-digit"]["responses_api_agents"]["say-digit"]["port"]
                 == port
             )
-            rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-            held_out = [
-                json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()
-            ]
+            rows = jsonl.read(folder / "train.jsonl")
+            held_out = jsonl.read(folder / "eval.jsonl")
             assert [row["rl_task"]["index"] for row in rows] == [0, 1, 2] and len(held_out) == 2
             status, failed = post(port, "/run", rows[0])
             assert (status, failed["_ng_failure_class"]) == (
@@ -134,9 +133,7 @@ def test_web_pages_are_refused(headers, status):
 def test_faults(tmp_path: Path):
     began = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, _, err = rl(
-            tmp_path, *words(f"env say-digit --serve-gym {(port := taken.getsockname()[1])}")
-        )
+        code, _, err = rl(tmp_path, f"env say-digit --serve-gym {(port := taken.getsockname()[1])}")
     assert (
         code == 1
         and f"--serve-gym = {port} on 127.0.0.1: Address already in use; choose another" in err

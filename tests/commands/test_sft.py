@@ -1,16 +1,17 @@
 """`rl sft` as a user has it: from examples or rollouts to weights, stopped and resumed; and what
 it says of wrong settings and data."""
 
-import json
 import signal
 import time
 
 import pytest
 
-from rl.config.command_line import build, load_config_or_exit, parse_args
+from rl.config.command_line import load_config_or_exit
 from rl.config.quick import shrink
 from rl.models.tiny import make_tiny_model
+from tests import jsonl
 from tests.commands.driver import rl, start, words
+from tests.flags import made
 
 
 @pytest.fixture(scope="module")
@@ -35,27 +36,21 @@ def place(tmp_path_factory):
                     "outcome": "finished",
                 }
             )
-    (root / "outputs" / "x" / "rollouts" / "000001.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    (root / "outputs" / "x" / "rollouts" / "000001.jsonl").write_text(jsonl.text(*lines))
     return root
 
 
 SETTINGS = (
-    *(*words("--model.name tiny --model.dtype float32 --model.max_model_len 128 --name warm"),),
-    *(
-        *words(
-            "--sft.dataset outputs/x --sft.min_reward 1 --sft.batch_size 4 --sft.validation_fraction 0.2"
-        ),
-    ),
+    "--model.name tiny --model.dtype float32 --model.max_model_len 128 --name warm",
+    "--sft.dataset outputs/x --sft.min_reward 1 --sft.batch_size 4 --sft.validation_fraction 0.2",
     # --resume 2 starts there, however many steps were done before the signal came
-    *("--trainer.checkpoint.keep_every", "2"),
-    *(*words("--sft.validation_interval 2 --learning_rate 3e-3 --trainer.checkpoint.interval 1"),),
+    "--trainer.checkpoint.keep_every 2",
+    "--sft.validation_interval 2 --learning_rate 3e-3 --trainer.checkpoint.interval 1",
 )
 
 
 def test_from_rollouts_to_weights_with_a_stop_in_between(place):
-    process = start(place, "sft", *SETTINGS, "--max_steps", "100000", OMP_NUM_THREADS="1")
+    process = start(place, "sft", *SETTINGS, "--max_steps 100000", OMP_NUM_THREADS="1")
     checkpoint, deadline = (
         place / "outputs" / "warm" / "checkpoints" / "000003",
         time.monotonic() + 120,
@@ -74,9 +69,7 @@ def test_from_rollouts_to_weights_with_a_stop_in_between(place):
     )
     header = next(line for line in out.splitlines() if line.startswith("  step"))
     assert header.split()[1:8] == ["loss", "valid", "entropy", "grad", "lr", "epoch", "tok/s"]
-    code, out, err = rl(
-        place, "sft", *SETTINGS, *words("--max_steps 6 --resume 2"), OMP_NUM_THREADS="1"
-    )
+    code, out, err = rl(place, "sft", *SETTINGS, "--max_steps 6 --resume 2", OMP_NUM_THREADS="1")
     assert code == 0, err
     assert "moved everything after step 2 to " in out and "checkpoint 2" in out
     assert [line.split()[0] for line in out.splitlines() if line[:6].strip().isdigit()] == [
@@ -106,14 +99,14 @@ def test_wrong_data_is_said_before_anything_starts(place):
         place,
         "sft",
         *SETTINGS,
-        *words("--name bad --sft.dataset bad.jsonl --sft.min_reward none"),
+        "--name bad --sft.dataset bad.jsonl --sft.min_reward none",
     )
     assert code == 2 and "sft.min_reward = 'none'" in err
     code, out, err = rl(
         place,
         "sft",
-        *SETTINGS[:-4],
-        *words("--name bad --sft.dataset outputs/x --sft.min_reward 2"),
+        *SETTINGS[:-1],
+        "--name bad --sft.dataset outputs/x --sft.min_reward 2",
     )
     assert (
         code == 1
@@ -131,16 +124,16 @@ def test_faults_of_the_configuration(place):
             "set it\n",
         ),
         (
-            (*words("--sft.dataset d --trainer.loss.type clip"),),
+            ("--sft.dataset d --trainer.loss.type clip",),
             "supervised fine-tuning minimises cross entropy",
         ),
         (
             ("--sft.dataset", "d", "--trainer.loss.token_mask", "[0.5, 2]"),
             "trainer.loss.token_mask = [0.5, 2.0]",
         ),
-        ((*words("--sft.dataset d --sft.datasett e"),), "did you mean sft.dataset?"),
+        (("--sft.dataset d --sft.datasett e",), "did you mean sft.dataset?"),
         (
-            (*words("--sft.dataset d --sft.validation e --sft.validation_fraction 0.1"),),
+            ("--sft.dataset d --sft.validation e --sft.validation_fraction 0.1",),
             "give only one of them",
         ),
     ):
@@ -148,30 +141,10 @@ def test_faults_of_the_configuration(place):
         assert (code, out) == (2, "") and said in err, err
 
 
-def test_help_shows_what_matters_here(place):
-    code, out, _ = rl(place, "sft", "--help")
-    assert code == 0 and "--sft.min_reward" in out and "--trainer.optim.lr" in out
-    assert (
-        "orchestrator.batch_size" not in out
-        and "inference.vllm" not in out
-        and "--max_lag" not in out
-    )
-    code, out, _ = rl(place, "--help")
-    assert code == 0 and "rl sft" in out and "--sft.min_reward" not in out
-
-
 def test_a_resolved_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    config = build(
-        parse_args(
-            [
-                *words(
-                    "--sft.dataset run --sft.validation d/*.jsonl --sft.epochs 3 --model.name a/b"
-                ),
-            ]
-        )
-    )
+    config = made("--sft.dataset run --sft.validation d/*.jsonl --sft.epochs 3 --model.name a/b")
     assert (config.name, config.trainer.loss.type, config.trainer.optim.lr) == (
         "sft-b",
         "cross_entropy",
@@ -182,11 +155,8 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
         str(tmp_path / "run"),
         str(tmp_path / "d" / "*.jsonl"),
     )
-    assert (
-        build(parse_args(["--sft.dataset", "owner/name"])).with_absolute_paths().sft.dataset
-        == "owner/name"
-    )
-    assert build(parse_args(words("--sft.dataset d --learning_rate 1e-4"))).trainer.optim.lr == 1e-4
+    assert made("--sft.dataset owner/name").with_absolute_paths().sft.dataset == "owner/name"
+    assert made("--sft.dataset d --learning_rate 1e-4").trainer.optim.lr == 1e-4
     quick = shrink(config)
     assert (quick.max_steps, quick.sft.epochs, quick.sft.batch_size, quick.name) == (
         2,

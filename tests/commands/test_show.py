@@ -12,25 +12,16 @@ from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
 from rl.wire.pending import encoded
 from rl.wire.rollouts import Group, Rollout
-from tests.commands.driver import called, words
+from tests import jsonl
+from tests.commands.driver import called
+from tests.diagnosis import test_rollouts
 from tests.orchestrator.made import turn
 
 
 def row(step, group, reward, why=None):
-    fields = {
-        "step": step,
-        "env": "adder",
-        "task": group,
-        "group_id": group,
-        "rollout_id": 0,
-        "trained": why is None,
-        "why": why,
-    }
-    return fields | {
-        "messages": [{"role": "assistant", "content": f"\x1b[1mgroup {group}"}],
-        "reward": reward,
-        "metrics": {"m": -reward},
-    }
+    said = [{"role": "assistant", "content": f"\x1b[1mgroup {group}"}]
+    about = {"step": step, "env": "adder", "task": group, "messages": said}
+    return test_rollouts.row(group, reward, why, **about, metrics={"m": -reward})
 
 
 @pytest.fixture
@@ -42,9 +33,7 @@ def run(tmp_path, monkeypatch):
         1: [row(1, 0, 0.5), row(1, 1, 0.0, "no_signal")],
         2: [row(2, 2, 1.0), row(2, 3, 0.25)],
     }.items():
-        write_rollouts(
-            run_dir.rollouts(step), b"".join(json.dumps(one).encode() + b"\n" for one in rows)
-        )
+        write_rollouts(run_dir.rollouts(step), jsonl.text(*rows).encode())
     waiting = Rollout(
         turns=[turn()], reward=0.75, metrics={"m": -0.75}, text=row(2, 4, 0.75)["messages"]
     )
@@ -78,19 +67,19 @@ def rl(capsys):
 def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
     assert rl("x") == rl(str(run)) == rl("outputs/x") == (0, [4, 2, 3, 0, 1], "")
     assert (
-        rl("x", "--step", "1") == (0, [0, 1], "")
-        and rl("x", "--why", "no_signal")[1] == [1]
-        and rl("x", "--task", "0")[1] == [0]
+        rl("x", "--step 1") == (0, [0, 1], "")
+        and rl("x", "--why no_signal")[1] == [1]
+        and rl("x", "--task 0")[1] == [0]
     )
-    assert rl("x", "--sort", "reward")[1] == [2, 4, 0, 3, 1] and rl(
-        "x", *words("--sort reward --reverse --limit 2")
+    assert rl("x", "--sort reward")[1] == [2, 4, 0, 3, 1] and rl(
+        "x", "--sort reward --reverse --limit 2"
     )[1] == [1, 3]
-    assert rl("x", *words("--sort m --limit 1"))[1] == [1] and rl("x", "--limit", "3")[1] == [
+    assert rl("x", "--sort m --limit 1")[1] == [1] and rl("x", "--limit 3")[1] == [
         4,
         2,
         3,
     ]
-    assert rl("x", *words("--env adder --why trained --sort reward"))[1] == [2, 0, 3]
+    assert rl("x", "--env adder --why trained --sort reward")[1] == [2, 0, 3]
     assert rl(str(run / "rollouts" / "000002.jsonl")) == (0, [2, 3], "")
 
 
@@ -103,10 +92,10 @@ def test_a_failed_rollout_has_no_reward(tmp_path, capsys):
         "advantage": None,
         "metrics": {},
     }
-    file.write_text("".join(json.dumps(one) + "\n" for one in (failed, row(1, 0, 0.5))))
+    file.write_text(jsonl.text(failed, row(1, 0, 0.5)))
     code, out, _ = called(capsys, "show", str(file))
     assert code == 0 and out.splitlines()[1] == "  no reward, not trained: environment"
-    assert "group 7" not in called(capsys, *words(f"show {file} --sort reward --reverse"))[1]
+    assert "group 7" not in called(capsys, f"show {file} --sort reward --reverse")[1]
 
 
 def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys):
@@ -134,33 +123,26 @@ def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys
 def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
     monkeypatch.setattr(show, "MOST_SORTED", 2)
     said = "rl show: printed the first 2 of 3 in this order; --limit N prints more\n"
-    assert rl("x", *words("--sort reward --why trained")) == (0, [2, 0], said)
-    assert (
-        rl("x", *words("--sort reward --limit 2"))[2]
-        == rl("x", *words("--sort reward --step 1"))[2]
-        == ""
-    )
+    assert rl("x", "--sort reward --why trained") == (0, [2, 0], said)
+    assert rl("x", "--sort reward --limit 2")[2] == rl("x", "--sort reward --step 1")[2] == ""
 
 
 def test_where_nothing_fits_it_says_what_there_is(run, rl):
-    assert rl("x", "--why", "nosignal") == (
+    assert rl("x", "--why nosignal") == (
         1,
         [],
         "rl show: --why nosignal: no rollout matches; existing values: trained (3), pending "
         "(1), no_signal (1)\n",
     )
-    assert rl("x", "--step", "7")[2].endswith("steps with rollouts: 1-2\n")
-    assert rl("x", "--sort", "best")[2].startswith(
+    assert rl("x", "--step 7")[2].endswith("steps with rollouts: 1-2\n")
+    assert rl("x", "--sort best")[2].startswith(
         "rl show: --sort best: the rollouts have no such number; they have: advantage, episode, group_id, m,"
     )
-    assert (
-        rl("x", *words("--why pending --task 0"))[2]
-        == "rl show: x: no rollout matches all filters\n"
-    )
+    assert rl("x", "--why pending --task 0")[2] == "rl show: x: no rollout matches all filters\n"
     code, _, err = rl("y")
     assert code == 2 and "outputs contains the runs x" in err and rl("x", "--reverse")[0] == 1
-    assert rl()[0] == rl("x", "y")[0] == rl("x", "--limit", "0")[0] == 2
-    assert rl(str(run / "rollouts" / "000002.jsonl"), "--step", "2")[0] == 1
+    assert rl()[0] == rl("x", "y")[0] == rl("x", "--limit 0")[0] == 2
+    assert rl(str(run / "rollouts" / "000002.jsonl"), "--step 2")[0] == 1
 
 
 def test_a_damaged_file_is_named_after_the_others(run, rl):

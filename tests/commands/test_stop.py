@@ -6,9 +6,10 @@ import pytest
 from rl.cluster import kubernetes
 from rl.commands import stop
 from rl.config.command_line import write_config
-from rl.config.run import RLConfig
-from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver
+from rl.run_dir.nodes import Jobs, Nodes, RunOver
 from rl.system.errors import ConfigError, RunError
+from tests.cluster import configs
+from tests.cluster.configs import status_of
 from tests.cluster.test_kubernetes import VARIANTS, kubectl, run_config
 
 __all__ = ["kubectl"]
@@ -42,12 +43,7 @@ case " $* " in *" 12 "*) echo "scancel: error: Kill job error on job id 12: Inva
 def test_jobs_that_slurm_has_forgotten_are_no_error(tmp_path, monkeypatch, capsys):
     """Slurm forgets a job some minutes after its end. A run that was submitted twice at once has
     the jobs of both."""
-    place = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    config = RLConfig.model_validate(place | {"cluster": {"engine": "slurm", "nodes": 2}})
+    config = configs.run_config(tmp_path, {"engine": "slurm", "nodes": 2})
     write_config(config.run_dir.config, config)
     nodes, fake = Nodes(config.run_dir), tmp_path / "scancel"
     fake.write_text(SCANCEL.format(calls=tmp_path / "calls"))
@@ -63,29 +59,11 @@ def test_jobs_that_slurm_has_forgotten_are_no_error(tmp_path, monkeypatch, capsy
 
 
 def test_it_ends_the_newest_submission_of_a_run(tmp_path):
-    about = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "cluster": {"nodes": 2},
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    config = RLConfig.model_validate(about)
+    config = configs.run_config(tmp_path, {"nodes": 2})
     nodes = Nodes(config.run_dir)
     nodes.end(RunOver(exit_code=130, text="", time=1.0, start="first"))
-    fields = {"host": "h", "address": "a", "roles": [], "software": "", "config": "", "place": ""}
     for index, start in enumerate(("first", "second")):
-        status = NodeStatus(
-            index=index,
-            port=1,
-            ranks=1,
-            gpus=0,
-            pid=1,
-            lease=1,
-            started=index,
-            heartbeat=0.0,
-            start=start,
-            **fields,
-        )
+        status = status_of(index, host="h", roles=[], started=index, start=start)
         nodes.write(nodes.status_path(index), status)
     with pytest.raises(
         RunError, match=r"machines 0 \(pid 1 on h\), 1 \(pid 1 on h\) have not ended within 0.1 s"

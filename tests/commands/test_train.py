@@ -16,11 +16,12 @@ from rl.run_dir.checksums import read_digests
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
-from tests.commands.driver import rl, start, words
+from tests import jsonl
+from tests.commands.driver import rl, start
 
 SETTINGS = (
-    *(*words("--from r.jsonl --model.name tiny --model.dtype float32 --model.max_model_len 128"),),
-    *(*words("--orchestrator.batch_size 4 --learning_rate 1e-3 --trainer.checkpoint.interval 1"),),
+    "--from r.jsonl --model.name tiny --model.dtype float32 --model.max_model_len 128",
+    "--orchestrator.batch_size 4 --learning_rate 1e-3 --trainer.checkpoint.interval 1",
 )
 STEPS = 4
 
@@ -62,7 +63,7 @@ def place(tmp_path_factory):
         lines.append(
             {"env": "e", "task": number // 2, "reward": number % 2, "turns": [first, second]}
         )
-    (root / "r.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (root / "r.jsonl").write_text(jsonl.text(*lines))
     return root
 
 
@@ -77,7 +78,7 @@ def run_of(place, name):
 
 @pytest.fixture(scope="module")
 def whole(place):
-    code, out, err = rl(place, "train", *SETTINGS, "--name", "whole", OMP_NUM_THREADS="1")
+    code, out, err = rl(place, "train", *SETTINGS, "--name whole", OMP_NUM_THREADS="1")
     assert code == 0, err
     return out, run_of(place, "whole")
 
@@ -113,7 +114,7 @@ def test_a_file_becomes_a_run(whole):
 def test_whoever_is_killed_the_weights_are_the_same(place, whole):
     """SIGKILL of the trainer, of the orchestrator, and of `rl` itself, which is then resumed."""
     run_dir = run_of(place, "killed")
-    process = start(place, "train", *SETTINGS, "--name", "killed", OMP_NUM_THREADS="1")
+    process = start(place, "train", *SETTINGS, "--name killed", OMP_NUM_THREADS="1")
     for step, role in ((1, "trainer"), (2, "orchestrator"), (3, "rl")):
         deadline = time.monotonic() + 120
         while not run_dir.checkpoint(step).exists() or (
@@ -125,14 +126,10 @@ def test_whoever_is_killed_the_weights_are_the_same(place, whole):
             process.pid if role == "rl" else read_status(run_dir.status(role)).pid, signal.SIGKILL
         )
     process.communicate(timeout=60)
-    code, out, err = rl(
-        place, "train", *SETTINGS, "--name", "killed", "--resume", OMP_NUM_THREADS="1"
-    )
+    code, out, err = rl(place, "train", *SETTINGS, "--name killed --resume", OMP_NUM_THREADS="1")
     assert code == 0, err
     assert tensors(run_dir) == tensors(whole[1])
-    code, out, err = rl(
-        place, "train", *SETTINGS, *words("--name killed --resume 2"), OMP_NUM_THREADS="1"
-    )
+    code, out, err = rl(place, "train", *SETTINGS, "--name killed --resume 2", OMP_NUM_THREADS="1")
     assert code == 0 and "moved everything after step 2" in out, err
     assert tensors(run_dir) == tensors(whole[1])
     assert [run_dir.batch(step).read_bytes() for step in range(1, 5)] == [
@@ -147,9 +144,7 @@ def test_a_wrong_file_is_refused_before_a_step(place):
     broken = json.loads(rows[5])
     broken["turns"][1]["logprobs"][2] = 7.0
     (place / "bad.jsonl").write_text("\n".join([*rows[:5], json.dumps(broken), *rows[6:]]))
-    code, _, err = rl(
-        place, "train", *SETTINGS, *words("--from bad.jsonl --name bad"), OMP_NUM_THREADS="1"
-    )
+    code, _, err = rl(place, "train", *SETTINGS, "--from bad.jsonl --name bad", OMP_NUM_THREADS="1")
     assert (
         code == 1
         and f"{place / 'bad.jsonl'}:6: turns[1].logprobs[2]: 7.0 is not the logarithm of a "

@@ -14,19 +14,13 @@ from rl.config.help import COMMANDS, PROCESS_USAGE, fit
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
 from tests.bounds import children_cpu_s, imports_s
-from tests.flags import flags
+from tests.flags import faults, flags, made
 
 ENV = ["--orchestrator.environment.id", "e"]
 
 
 def config(*args: str, **variables: str):
-    return build(parse_args(flags(*ENV, *args), variables))
-
-
-def faults(*args: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        build(parse_args(flags(*args)))
-    return str(error.value)
+    return made(*ENV, *args, **variables)
 
 
 @pytest.fixture
@@ -77,15 +71,13 @@ def test_a_section_as_a_whole_and_its_keys_in_different_layers(file):
     off = file("off.toml", "[wandb]\nproject = 'p'\ntags = ['t']\n")
 
     def played(*args: str):
-        return [
-            (env.id, env.weight) for env in build(parse_args(flags(*args))).orchestrator.environment
-        ]
+        return [(env.id, env.weight) for env in made(*args).orchestrator.environment]
 
     several = ("--orchestrator.environment", "[{id = 'a'}, {id = 'b'}]")
     assert played("@", both, "--orchestrator.environment.1.weight 3") == [("x", 1.0), ("y", 3.0)]
     # a list replaces what a file says of another one
     assert played("@", one, *several) == [("a", 1.0), ("b", 1.0)]
-    assert build(parse_args(["@", both, "--inference.vllm", "{}"])).inference.vllm == {}
+    assert made("@", both, "--inference.vllm", "{}").inference.vllm == {}
     assert (
         config("@", off, "--wandb").wandb.project == "p"
         and config("@", off, "--wandb false").wandb is None
@@ -125,7 +117,7 @@ def test_one_and_several_environments(file):
     one = file(
         "one.toml", '[environment]\nid = "owner/name@0.1.0"\nargs = { difficulty = "hard" }\n'
     )
-    built = build(parse_args(["--orchestrator", "@", one]))
+    built = made("--orchestrator", "@", one)
     assert [(env.id, env.args, env.label) for env in built.orchestrator.environment] == [
         ("owner/name@0.1.0", {"difficulty": "hard"}, "name")
     ]
@@ -135,7 +127,7 @@ def test_one_and_several_environments(file):
         '[[environment]]\nid = "x"\n[[environment]]\nid = "y"\nweight = '
         "3\n[[eval]]\ninterval = 5\n",
     )
-    built = build(parse_args(["--orchestrator", "@", several]))
+    built = made("--orchestrator", "@", several)
     assert built.name == "x+y-SmolLM2-135M-Instruct"
     assert [(entry.id, entry.label, entry.interval) for entry in built.orchestrator.eval] == [
         ("x", "x", 5)
@@ -291,17 +283,6 @@ def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys
             0
         ].model.max_model_len
         == 2048
-    )
-
-
-def test_a_fault_ends_the_program_with_2(capsys):
-    with pytest.raises(SystemExit) as error:
-        load_config_or_exit([*ENV, "--bogus", "1"])
-    assert error.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == "rl: 1 fault in the configuration\n  bogus = 1 (--bogus)\n    unknown key; see "
-        "--help all\n"
     )
 
 
@@ -572,7 +553,7 @@ def test_a_text_keeps_its_text_whatever_number_it_looks_like():
     )
     # an argument may be anything: there it is a number
     assert config.orchestrator.environment[0].args == {"version": 3.1}
-    assert build(parse_args(["--name", '"1.10"', *env])).name == "1.10"
+    assert made("--name", '"1.10"', *env).name == "1.10"
 
 
 def test_a_text_setting_may_begin_with_an_at_sign(tmp_path):

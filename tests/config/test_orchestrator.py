@@ -13,6 +13,7 @@ from rl.config.orchestrator import (
 from rl.launch.prepare import may_change
 from rl.orchestrator.groups.group_credit import rules_of
 from rl.system.errors import ConfigError
+from tests.flags import made
 
 ENV = ["--orchestrator.environment.id", "say-digit"]
 TEACHER = ["--orchestrator.teacher.base_url", "http://host:8000/v1"]
@@ -23,9 +24,7 @@ def test_an_environment_has_its_own_credit_or_the_runs(tmp_path):
         '[{id = "a", credit = {type = "reinforce_pp", group_baseline = true}}, {id = "b"}, {id = '
         '"c", credit = {length_penalty = 0.1}}]'
     )
-    config = build(
-        parse_args(["--orchestrator.environment", envs, "--orchestrator.credit.type", "grpo"])
-    )
+    config = made("--orchestrator.environment", envs, "--orchestrator.credit.type", "grpo")
     credits = [
         rules_of(config.orchestrator, env, has_teacher=False).credit
         for env in config.orchestrator.environment
@@ -36,15 +35,13 @@ def test_an_environment_has_its_own_credit_or_the_runs(tmp_path):
         DrGrpoConfig(length_penalty=0.1),
     ]
     (tmp_path / "c.toml").write_text(to_toml(config))
-    assert build(parse_args(["@", str(tmp_path / "c.toml")])) == config
+    assert made("@", str(tmp_path / "c.toml")) == config
 
 
 def test_difficulty_is_a_switch():
-    (env,) = build(
-        parse_args([*ENV, "--orchestrator.environment.difficulty"])
-    ).orchestrator.environment
+    (env,) = made(*ENV, "--orchestrator.environment.difficulty").orchestrator.environment
     assert env.difficulty and env.difficulty.easy_weight == 0.2
-    (env,) = build(parse_args(ENV)).orchestrator.environment
+    (env,) = made(*ENV).orchestrator.environment
     assert env.difficulty is None
 
 
@@ -85,7 +82,7 @@ def test_an_argument_that_an_environment_cannot_be_given_is_refused_where_it_is_
 
 def test_what_a_loss_of_ones_own_is_given_may_be_infinite():
     loss = ["--trainer.loss.function", "math:fsum", "--trainer.loss.args.clip", "inf"]
-    kept = build(parse_args([*ENV, *loss, "--orchestrator.environment.args.x", '"nan"']))
+    kept = made(*ENV, *loss, "--orchestrator.environment.args.x", '"nan"')
     assert (kept.trainer.loss.args, kept.orchestrator.environment[0].args) == (
         {"clip": float("inf")},
         {"x": "nan"},
@@ -93,7 +90,7 @@ def test_what_a_loss_of_ones_own_is_given_may_be_infinite():
 
 
 def test_what_fits():
-    config = build(parse_args([*ENV, *TEACHER, "--orchestrator.credit.type", "none"]))
+    config = made(*ENV, *TEACHER, "--orchestrator.credit.type", "none")
     assert config.orchestrator.teacher.base_url == "http://host:8000/v1"
 
 
@@ -112,7 +109,7 @@ def test_a_resume_may_find_the_teacher_elsewhere_but_not_another_one():
 @pytest.mark.parametrize("flag", ["network false", "keys OPENAI_API_KEY", "read corpus"])
 def test_what_has_no_effect_outside_of_a_sandbox_has_one_in_it(flag):
     given = f"--orchestrator.environment.isolation sandbox --orchestrator.environment.{flag}"
-    (env,) = build(parse_args([*ENV, *given.split()])).orchestrator.environment
+    (env,) = made(*ENV, *given.split()).orchestrator.environment
     assert env.isolation == "sandbox" and not env.network
 
 
@@ -137,16 +134,3 @@ def test_rows_that_are_trained_on_are_not_held_out(entry, held_out):
     )
     for found in (config, OrchestratorConfig(**config.model_dump())):
         assert found.eval[0].eval_dataset == held_out
-
-
-def test_a_greedy_policy_cannot_be_trained():
-    with pytest.raises(
-        ConfigError,
-        match=r"orchestrator.sampling.temperature = 0.0\n *is greedy: all rollouts of a group would "
-        r"be identical",
-    ):
-        build(
-            parse_args(
-                ["--orchestrator.environment.id", "e", "--orchestrator.sampling.temperature", "0"]
-            )
-        )

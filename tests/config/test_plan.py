@@ -2,34 +2,35 @@
 
 import pytest
 
-from rl.config.plan import Plan, cluster_faults, plan, slurm_seconds
-from rl.config.run import RLConfig
+from rl.config.plan import Plan, plan, slurm_seconds
+from tests.flags import faults, made
 
-ENVIRONMENT = {"environment": [{"id": "first-half"}]}
+ENVIRONMENT = "--orchestrator.environment.id first-half"
+URL = "--orchestrator.inference_urls http://a:1"
 
 
-def make(cluster: dict, **tables: dict) -> RLConfig:
-    return RLConfig.model_validate({"orchestrator": ENVIRONMENT, "cluster": cluster} | tables)
+def line(cluster: str, more: str) -> str:
+    """A command line; each word of `cluster` is a key of that table and its value."""
+    keys = (word.split("=") for word in cluster.split())
+    return " ".join([ENVIRONMENT, *(f"--cluster.{key} {value}" for key, value in keys), more])
 
 
 @pytest.mark.parametrize(
-    ("cluster", "tables", "expected"),
+    ("cluster", "more", "expected"),
     [
-        ({"nodes": 4}, {}, (1, 3)),
-        ({"nodes": 4, "trainer_nodes": 2}, {}, (2, 2)),
-        ({"nodes": 4, "inference_nodes": 1}, {}, (3, 1)),
-        ({"nodes": 8}, {"trainer": {"gpus": 4}, "inference": {"gpus": 4}}, (4, 4)),
-        ({"nodes": 4}, {"trainer": {"gpus": 6}, "inference": {"gpus": 2}}, (3, 1)),
-        ({"nodes": 2}, {"trainer": {"gpus": 7}, "inference": {"gpus": 1}}, (1, 1)),
-        ({"nodes": 3}, {"sft": {"dataset": "x.jsonl"}}, (3, 0)),
-        ({"nodes": 3}, {"orchestrator": ENVIRONMENT | {"inference_urls": ["http://a:1"]}}, (3, 0)),
-        ({"nodes": 1, "engine": "slurm"}, {}, (1, 0)),
+        ("nodes=4", "", (1, 3)),
+        ("nodes=4 trainer_nodes=2", "", (2, 2)),
+        ("nodes=4 inference_nodes=1", "", (3, 1)),
+        ("nodes=8", "--trainer.gpus 4 --inference.gpus 4", (4, 4)),
+        ("nodes=4", "--trainer.gpus 6 --inference.gpus 2", (3, 1)),
+        ("nodes=2", "--trainer.gpus 7 --inference.gpus 1", (1, 1)),
+        ("nodes=3", "--sft.dataset x.jsonl", (3, 0)),
+        ("nodes=3", URL, (3, 0)),
+        ("nodes=1 engine=slurm", "", (1, 0)),
     ],
 )
-def test_division(cluster, tables, expected):
-    config = make(cluster, **tables)
-    assert plan(config) == Plan(*expected)
-    assert not list(cluster_faults(config))
+def test_division(cluster, more, expected):
+    assert plan(made(line(cluster, more))) == Plan(*expected)
 
 
 def test_roles_follow_from_the_index():
@@ -43,75 +44,70 @@ def test_roles_follow_from_the_index():
 
 
 @pytest.mark.parametrize(
-    ("cluster", "tables", "key", "words"),
+    ("cluster", "more", "key", "words"),
     [
-        ({"nodes": 1}, {}, "cluster.nodes", "leave [cluster] out"),
+        ("nodes=1", "", "cluster.nodes", "leave [cluster] out"),
         (
-            {"nodes": 4, "trainer_nodes": 3, "inference_nodes": 2},
-            {},
+            "nodes=4 trainer_nodes=3 inference_nodes=2",
+            "",
             "cluster.nodes",
             "is not the sum of 3 machines that train and 2",
         ),
+        ("nodes=2 trainer_nodes=2", "", "cluster.inference_nodes", "leaves nobody to sample"),
         (
-            {"nodes": 2, "trainer_nodes": 2},
-            {},
-            "cluster.inference_nodes",
-            "leaves nobody to sample",
-        ),
-        (
-            {"nodes": 2, "inference_nodes": 1},
-            {"sft": {"dataset": "x.jsonl"}},
+            "nodes=2 inference_nodes=1",
+            "--sft.dataset x.jsonl",
             "cluster.inference_nodes",
             "has no use",
         ),
         (
-            {"nodes": 4, "trainer_nodes": 2, "min_trainer_nodes": 3},
-            {},
+            "nodes=4 trainer_nodes=2 min_trainer_nodes=3",
+            "",
             "cluster.min_trainer_nodes",
             "more than the 2 machines",
         ),
         (
-            {"nodes": 4, "inference_nodes": 2},
-            {"orchestrator": ENVIRONMENT | {"inference_urls": ["http://a:1"]}},
+            "nodes=4 inference_nodes=2",
+            URL,
             "cluster.inference_nodes",
             "not used with orchestrator.inference_urls",
         ),
         (
-            {"nodes": 4, "trainer_nodes": 3, "min_trainer_nodes": 2},
-            {"trainer": {"ranks": 1, "dp_replicate": 3}},
+            "nodes=4 trainer_nodes=3 min_trainer_nodes=2",
+            "--trainer.ranks 1 --trainer.dp_replicate 3",
             "trainer.dp_replicate",
             "must divide the 2 ranks of 2 machines with 1 each",
         ),
-        ({"nodes": 4, "index": 4}, {}, "cluster.index", "below cluster.nodes = 4"),
+        ("nodes=4 index=4", "", "cluster.index", "below cluster.nodes = 4"),
         (
-            {"engine": "slurm", "slurm": {"time": "2:30"}},
-            {},
+            "engine=slurm slurm.time=2:30",
+            "",
             "cluster.slurm.time",
             "told to save up to 150 s before its time limit",
         ),
         (
-            {"nodes": 4, "trainer_nodes": 3},
-            {"trainer": {"ranks": 8, "dp_replicate": 5}},
+            "nodes=4 trainer_nodes=3",
+            "--trainer.ranks 8 --trainer.dp_replicate 5",
             "trainer.dp_replicate",
             "24 ranks of 3 machines",
         ),
         (
-            {"nodes": 4, "trainer_nodes": 3},
-            {"trainer": {"ranks": 8, "expert_parallel": 16}},
+            "nodes=4 trainer_nodes=3",
+            "--trainer.ranks 8 --trainer.expert_parallel 16",
             "trainer.expert_parallel",
             "24 ranks of 3",
         ),
         (
-            {"nodes": 4},
-            {"trainer": {"gpus": [0, 1]}, "inference": {"gpus": [2, 3]}},
+            "nodes=4",
+            "--trainer.gpus 0,1 --inference.gpus 2,3",
             "inference.gpus",
             "each machine of a cluster",
         ),
     ],
 )
-def test_faults(cluster, tables, key, words):
-    faults = list(cluster_faults(make(cluster, **tables)))
-    assert [fault[0] for fault in faults] == [key] and words in faults[0][1]
+def test_faults(cluster, more, key, words):
+    said = faults(line(cluster, more))
+    assert said.startswith(f"1 fault in the configuration\n  {key} = ") and words in said
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,17 @@
 import pytest
 
 from rl.config.check import check_loss, unused
-from rl.config.command_line import build, from_toml, parse_args, to_toml
+from rl.config.command_line import from_toml, to_toml
 from rl.config.loss import ClippedSettings
 from rl.config.outside import outside_faults
 from rl.config.run import RLConfig
-from rl.system.errors import ConfigError
-from tests.flags import flags
+from tests.flags import faults, made
 
 ENV = ["--orchestrator.environment.id", "e"]
 
 
 def config(*args: str) -> RLConfig:
-    return build(parse_args(flags(*ENV, *args)))
-
-
-def faults(*args: str) -> str:
-    with pytest.raises(ConfigError) as error:
-        build(parse_args(flags(*args)))
-    return str(error.value)
+    return made(*ENV, *args)
 
 
 def test_faults_of_settings_are_told_at_once_and_then_those_between_them():
@@ -190,10 +183,8 @@ def test_lists_have_commas():
 
 
 def test_what_people_type_is_understood(tmp_path):
-    args = flags(
-        "--model owner/m --orchestrator.environment reverse-text --orchestrator.eval e --trainer.loss gspo --orchestrator.credit rloo --trainer.optim.betas 0.9,0.99 --orchestrator.sampling.stop . --orchestrator.inference_urls http://a,http://b --model.dtype float32"
-    )
-    config = build(parse_args(args))
+    args = "--model owner/m --orchestrator.environment reverse-text --orchestrator.eval e --trainer.loss gspo --orchestrator.credit rloo --trainer.optim.betas 0.9,0.99 --orchestrator.sampling.stop . --orchestrator.inference_urls http://a,http://b --model.dtype float32"
+    config = made(args)
     settings = config.orchestrator
     assert (config.model.name, config.model.dtype, config.trainer.optim.betas) == (
         "owner/m",
@@ -213,7 +204,7 @@ def test_what_people_type_is_understood(tmp_path):
     (tmp_path / "c.toml").write_text(to_toml(config))
     assert from_toml(tmp_path / "c.toml") == config
     (tmp_path / "short.toml").write_text('model = "m"\n[orchestrator]\nenvironment = ["a", "b"]\n')
-    short = build(parse_args(["@", str(tmp_path / "short.toml"), "--model.max_model_len", "512"]))
+    short = made("@", str(tmp_path / "short.toml"), "--model.max_model_len", "512")
     assert (short.model.name, [env.id for env in short.orchestrator.environment]) == (
         "m",
         ["a", "b"],
@@ -223,6 +214,6 @@ def test_what_people_type_is_understood(tmp_path):
 
 def test_a_file_of_rollouts_may_have_a_name_like_a_pattern(tmp_path):
     (tmp_path / "runs[1].jsonl").write_text("{}\n")
-    for name, faults in (("runs[1].jsonl", 0), ("runs*", 0), ("runs[2].jsonl", 1)):
+    for name, count in (("runs[1].jsonl", 0), ("runs*", 0), ("runs[2].jsonl", 1)):
         built = config(f"--recorded.rollouts {tmp_path / name}")
-        assert [fault[0] for fault in outside_faults(built)].count("recorded.rollouts") == faults
+        assert [fault[0] for fault in outside_faults(built)].count("recorded.rollouts") == count

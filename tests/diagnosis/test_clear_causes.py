@@ -1,11 +1,10 @@
 """Five runs that fail on purpose (configs/why_not): the diagnosis names the cause of each first,
 from the numbers that the run had."""
 
-import json
-
 import pytest
 
 from rl.diagnosis.waits import diagnose
+from tests import jsonl
 from tests.diagnosis.test_waits import Run
 
 TEMPLATE = (
@@ -15,6 +14,14 @@ TEMPLATE = (
 SETTINGS = {
     "orchestrator": {"environment": [{"id": "sums"}], "sampling": {"max_tokens": 16}},
     "trainer": {"optim": {"lr": 1e-3}},
+}
+
+
+COLLAPSE = {
+    "rewards": [0.156, 0.104, 0.015],
+    "entropy": [2.18, 0.30, 0.49],
+    "truncated": [0.69, 1.0, 1.0],
+    "zero_advantage": [0.5, 0.92, 0.94],
 }
 
 
@@ -63,13 +70,7 @@ def test_answers_that_are_cut_off_come_before_rewards_that_are_therefore_equal(r
 def test_a_collapse_explains_answers_that_are_cut_off(run):
     """Regression: with the numbers of configs/why_not/learning_rate.toml, a larger max_tokens
     was the remedy."""
-    _, *causes = hints(
-        run,
-        [0.156, 0.104, 0.015],
-        [2.18, 0.30, 0.49],
-        truncated=[0.69, 1.0, 1.0],
-        zero_advantage=[0.5, 0.92, 0.94],
-    )
+    _, *causes = hints(run, **COLLAPSE)
     assert causes == [
         "the policy has collapsed: the reward fell from 0.156 in step 1 to 0.015, and the "
         "share cut off went from 0.69 to 1 (rollouts/truncated). The usual cause is a "
@@ -85,14 +86,8 @@ def test_a_collapse_after_a_file_was_edited_is_not_blamed_on_the_learning_rate(r
         "old": "3f",
         "new": "77",
     }
-    run.dir.changes.write_text(json.dumps(line) + "\n")
-    _, *causes = hints(
-        run,
-        [0.156, 0.104, 0.015],
-        [2.18, 0.30, 0.49],
-        truncated=[0.69, 1.0, 1.0],
-        zero_advantage=[0.5, 0.92, 0.94],
-    )
+    run.dir.changes.write_text(jsonl.text(line))
+    _, *causes = hints(run, **COLLAPSE)
     assert causes[0].endswith(f". Look first at what was edited before a resume: {line['key']}")
 
 

@@ -3,10 +3,10 @@
 import json
 from collections import namedtuple
 
-from rl.config.command_line import build, parse_args
 from rl.diagnosis import disk
 from rl.system.terminal import size
 from tests.commands.driver import words
+from tests.flags import made
 
 
 def model(folder):
@@ -22,15 +22,8 @@ def model(folder):
 
 
 def config(tmp_path, *flags):
-    return build(
-        parse_args(
-            [
-                *words(
-                    f"--orchestrator.environment.id e --output_dir {tmp_path} --model.dtype bfloat16"
-                ),
-                *flags,
-            ]
-        )
+    return made(
+        f"--orchestrator.environment.id e --output_dir {tmp_path} --model.dtype bfloat16", *flags
     )
 
 
@@ -72,9 +65,7 @@ def test_what_is_kept_is_told(tmp_path):
         "evaluation; batches: all; rollouts: all, as gzip after 100 steps; "
         "token logs: the newest 1 GiB"
     )
-    assert "token logs: none" in disk.kept_text(
-        config(tmp_path, "--trainer.token_log.max_gib", "0")
-    )
+    assert "token logs: none" in disk.kept_text(config(tmp_path, "--trainer.token_log.max_gib 0"))
     flags = [*words("--orchestrator.batches.keep_last 7 --trainer.checkpoint.keep_every 20")]
     told = disk.kept_text(config(tmp_path, *flags))
     assert (

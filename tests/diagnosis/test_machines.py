@@ -9,9 +9,10 @@ import pytest
 from rl.diagnosis.machines import changes
 from rl.diagnosis.state import RunMachine
 from rl.diagnosis.waits import diagnose
-from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver, TrainerWorld
+from rl.run_dir.nodes import Jobs, Nodes, RunOver
 from rl.run_dir.status import Phase, Staleness
 from rl.system.linux import pid_scope
+from tests.cluster.configs import status_of, world_of
 from tests.diagnosis.test_waits import FILLING, SERVING, Run, does, gone
 
 __all__ = ["gone"]
@@ -28,23 +29,10 @@ class Cluster(Run):
         self.nodes = Nodes(self.dir)
 
     def machine(self, index, *roles, silent=0.0, **more):
-        about = {
-            "address": "",
-            "port": 0,
-            "gpus": 8,
-            "software": "",
-            "config": "",
-            "lease": 1,
-            "pid": 1,
-            "started": self.now - 120.0,
-        }
-        about |= {
-            "ranks": 8 if "trainer" in roles else 0,
-            "heartbeat": self.now - silent,
-            "place": f"{AWAY}-{index}",
-        } | more
-        status = NodeStatus(index=index, host=f"host{index}", roles=[*roles], generation=3, **about)
-        self.nodes.write(self.nodes.status_path(index), status)
+        about = {"gpus": 8, "ranks": 8 if "trainer" in roles else 0, "generation": 3}
+        about |= {"started": self.now - 120.0, "heartbeat": self.now - silent}
+        about |= {"roles": [*roles], "place": f"{AWAY}-{index}"} | more
+        self.nodes.write(self.nodes.status_path(index), status_of(index, **about))
 
     def on(self, index, name, what, **more):
         """A process on a machine."""
@@ -72,9 +60,7 @@ def test_each_machine_has_a_line(run):
     run.machine(0, "trainer", "leader")
     run.machine(1, "trainer", silent=90.0)
     run.machine(2, "inference", silent=1.0, leaving=True)
-    run.nodes.write(
-        run.nodes.world_path, TrainerWorld(generation=3, nodes=[0, 1], leases=[1, 1], ranks=[8, 8])
-    )
+    run.nodes.write(run.nodes.world_path, world_of(3, [0, 1], ranks=[8, 8]))
     run.on(0, "orchestrator", FILLING)
     for rank in range(8):
         run.on(0, f"trainer-{rank}" if rank else "trainer", does(Phase.WAITING_FOR_BATCH, 13))
@@ -165,22 +151,7 @@ def test_a_run_that_waits_in_the_queue_and_one_whose_machines_are_gone(run):
 
 
 def test_what_becomes_of_machines_is_told_once(run):
-    status = NodeStatus(
-        index=1,
-        host="b",
-        roles=["inference"],
-        address="",
-        port=0,
-        ranks=0,
-        gpus=0,
-        software="",
-        config="",
-        lease=1,
-        pid=1,
-        place="",
-        started=0.0,
-        heartbeat=0.0,
-    )
+    status = status_of(1, host="b", roles=["inference"])
     absent = RunMachine(1, ["inference"])
     here, lost = (
         RunMachine(1, ["inference"], status),

@@ -1,7 +1,6 @@
 """Rollouts out of files: also of a run that is being written, killed or damaged."""
 
 import gzip
-import json
 import os
 
 import pytest
@@ -20,6 +19,7 @@ from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import sound_rollouts, sum_path, write_rollouts
 from rl.wire.pending import encoded
 from rl.wire.rollouts import Group, Rollout
+from tests import jsonl
 from tests.orchestrator.made import turn
 
 
@@ -46,7 +46,7 @@ def waiting(group):
 
 
 def lines(*rows):
-    return b"".join(json.dumps(one).encode() + b"\n" for one in rows)
+    return jsonl.text(*rows).encode()
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
+from tests import jsonl
 from tests.bounds import calls_s
 
 
@@ -70,17 +71,17 @@ class Run:
     """A run directory that is written by hand."""
 
     def __init__(self, root, **settings):
-        defaults = {
-            "name": "run",
-            "output_dir": str(root),
-            "max_steps": 100,
-            "orchestrator": {"environment": [{"id": "sums"}]},
-        }
-        defaults["model"] = {"dtype": "bfloat16"}
+        defaults = {"name": "run", "output_dir": str(root), "model": {"dtype": "bfloat16"}}
+        defaults |= {"max_steps": 100, "orchestrator": {"environment": [{"id": "sums"}]}}
         self.config = RLConfig.model_validate(defaults | settings)
         self.dir = self.config.run_dir
         self.dir.logs.mkdir(parents=True)
         self.now = time.time()
+
+    def plays(self, *names):
+        envs = [{"id": name} for name in names]
+        given = self.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}}
+        self.config = RLConfig.model_validate(given)
 
     def status(self, name, what, since=1.0, heartbeat=0.0, **more):
         """Writes a status; `what` is from `does`."""
@@ -694,10 +695,7 @@ def counts(env, finished, trained, **failed):
 def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_ended_well(
     run, gone
 ):
-    envs = [{"id": name} for name in ("bad", "doubtful", "good", "lost", "solved")]
-    run.config = RLConfig.model_validate(
-        run.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}}
-    )
+    run.plays("bad", "doubtful", "good", "lost", "solved")
     run.rl(gone)
     run.metrics(range(1, 101), **{"time/step": 10.0})
     lost = {f"rollouts/lost/{name}": [8, 0] for name in ("finished", "trained")} | {
@@ -736,10 +734,7 @@ def test_an_environment_of_which_nothing_was_trained_is_a_problem_of_a_run_that_
 
 
 def test_an_environment_that_breaks_late_is_named_although_the_reward_rises(run):
-    envs = [{"id": name} for name in ("a", "b")]
-    run.config = RLConfig.model_validate(
-        run.config.model_dump(exclude_unset=True) | {"orchestrator": {"environment": envs}}
-    )
+    run.plays("a", "b")
     run.working()
     rewards = [step / 100 for step in range(1, 96)]
     healthy, broken = (
@@ -969,7 +964,7 @@ def test_the_verdict_on_a_trial(run, rollouts, said):
         {"env": "sums", "group_id": 1, "advantage": 0.0, "messages": []} | rollout
         for rollout in rollouts
     ]
-    run.dir.rollouts(1).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
+    run.dir.rollouts(1).write_text(jsonl.text(*lines) + '{"half')
     assert (
         reward_summary(RunState(run.dir, run.config))
         == f"trained 2 steps; sums: {said}; see {run.dir.rollouts_dir}"
@@ -981,7 +976,7 @@ def test_a_trial_names_the_limit_that_cut_answers_off(tmp_path):
     run = Run(tmp_path, orchestrator=settings)
     run.dir.rollouts_dir.mkdir()
     line = {"env": "sums", "group_id": 1, "messages": [], "reward": 0.0, "outcome": "truncated"}
-    run.dir.rollouts(1).write_text(json.dumps(line) + "\n")
+    run.dir.rollouts(1).write_text(jsonl.text(line))
     said = "1 of 1 answers were cut off (--quick allows 32 tokens)"
     assert said in reward_summary(RunState(run.dir, run.config))
 

@@ -7,10 +7,11 @@ import json
 import re
 import zlib
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 from rl.envs.policy import Policy
+from rl.envs.worker import Worker
 from rl.models.chat import Answer, Message, RendererError, Tool, ToolCall
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import Turn
@@ -147,6 +148,14 @@ def order(task: int = 0, num_episodes: int = 1, split: Any = "train", **sampling
     return PlayGroup(
         play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, session=3
     )
+
+
+def worker_of(env: Any, retries: int = 0) -> Any:
+    """What `Worker.play` needs of a worker."""
+    worker = SimpleNamespace(setup=SimpleNamespace(retries=retries), env=env, plays={})
+    for method in (Worker.play_once, Worker.play_with_retries):
+        setattr(worker, method.__name__, MethodType(method, worker))
+    return worker
 
 
 def played(

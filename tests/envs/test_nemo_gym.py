@@ -2,7 +2,6 @@ import asyncio
 import json
 import math
 from contextlib import AsyncExitStack
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,7 @@ from tests.web import WebServer
 POLICY_URL = "http://127.0.0.1:8321/v1"
 
 
-def tokens(prompt: list[int], completion: list[int]) -> dict:
+def tokens(prompt, completion):
     return {
         "prompt_token_ids": prompt,
         "generation_token_ids": completion,
@@ -30,7 +29,7 @@ def tokens(prompt: list[int], completion: list[int]) -> dict:
     }
 
 
-def says(text: str, **fields) -> dict:
+def says(text, **fields):
     return {
         "type": "message",
         "role": "assistant",
@@ -40,12 +39,12 @@ def says(text: str, **fields) -> dict:
 
 
 def reply(
-    *output: dict,
-    reward: object = 1.0,
-    incomplete: str | None = None,
-    temperature: float | None = None,
+    *output,
+    reward=1.0,
+    incomplete=None,
+    temperature=None,
     **extra,
-) -> dict:
+):
     details = {"reason": incomplete} if incomplete else None
     response = {
         "output": output,
@@ -76,11 +75,11 @@ class NemoGym:
             returns_tokens,
             policy_url,
         )
-        self.asked: list[tuple[str, dict, dict]] = []
+        self.asked = []
         self.port = 0
 
-    def handler(self, agent: str):
-        async def run(request: web.Request) -> web.Response:
+    def handler(self, agent):
+        async def run(request):
             row = await request.json()
             self.asked.append((agent, row, dict(request.cookies)))
             given = self.answer(agent, row)
@@ -92,7 +91,7 @@ class NemoGym:
 
         return run
 
-    async def config(self, _: web.Request) -> web.Response:
+    async def config(self, _):
         model = {
             "base_url": "${policy_base_url}",
             "return_token_id_information": self.returns_tokens,
@@ -116,11 +115,11 @@ class NemoGym:
         }
         return web.json_response(yaml.safe_dump(config))
 
-    async def serve(self, *routes: web.RouteDef, port: int = 0) -> int:
+    async def serve(self, *routes, port=0):
         server = await self.servers.enter_async_context(WebServer(*routes, port=port))
         return server.port
 
-    async def __aenter__(self) -> "NemoGym":
+    async def __aenter__(self):
         self.servers = AsyncExitStack()
         self.ports = {
             name: await self.serve(web.post("/run", self.handler(name))) for name in self.agents
@@ -130,7 +129,7 @@ class NemoGym:
         )
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_):
         await self.servers.aclose()
 
 
@@ -145,33 +144,33 @@ def replying(*output, returns_tokens=True, **fields):
 class Servers:
     """Stands for InferenceServers."""
 
-    def __init__(self, version: int = 3):
+    def __init__(self, version=3):
         self.version = version
-        self.others: dict[str, int] = {}
+        self.others = {}
         """Further servers, and what they hold."""
-        self.answered: dict[str, list[VersionSpan]] = {}
+        self.answered = {}
         """The versions of answers that the servers remember."""
 
-    def find(self) -> list[str]:
+    def find(self):
         return [POLICY_URL.removesuffix("/v1"), *self.others]
 
-    async def loaded_version(self, urls=()) -> int:
+    async def loaded_version(self, urls=()):
         if self.version < 0:
             raise InferenceLostError("waited 1 s for inference server 0")
         held = {POLICY_URL.removesuffix("/v1"): self.version} | self.others
         return min(version for url, version in held.items() if not urls or url in urls)
 
-    async def versions(self, digests, urls=()) -> dict:
+    async def versions(self, digests, urls=()):
         return {digest: spans for digest, spans in self.answered.items() if digest in digests}
 
 
-def policy(**spec) -> SimpleNamespace:
+def policy(**spec):
     return SimpleNamespace(
         endpoint=spec.get("endpoint"), servers=Servers(), spec=PolicySpec(**spec)
     )
 
 
-def write_rows(path: Path, *agents: str | None) -> str:
+def write_rows(path, *agents):
     rows = [
         {
             "responses_create_params": {"input": f"task {i}", "temperature": 0.1, "top_p": 0.9},
@@ -185,14 +184,12 @@ def write_rows(path: Path, *agents: str | None) -> str:
     return str(path)
 
 
-def order(task: int = 0, **sampling) -> PlayGroup:
+def order(task=0, **sampling):
     asked = {"temperature": 1.0, "max_tokens": 16} | sampling
     return PlayGroup(play_id=0, split="train", task=task, num_episodes=1, sampling=asked, session=0)
 
 
-def play(
-    tmp_path, gym: NemoGym, *, task=0, agents=("adder",), with_policy=None, sampling=None, **spec
-):
+def play(tmp_path, gym, *, task=0, agents=("adder",), with_policy=None, sampling=None, **spec):
     """One episode against `gym`; the rollout."""
 
     async def run():
@@ -208,7 +205,7 @@ def play(
     return asyncio.run(run())
 
 
-def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec) -> NemoGymEnvironment:
+def make(tmp_path, gym, agents=("adder",), with_policy=None, **spec):
     rows = write_rows(tmp_path / "rows.jsonl", *agents)
     head = f"http://127.0.0.1:{gym.port}/"
     return NemoGymEnvironment(
@@ -221,7 +218,7 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(wire, "PAUSES_S", (0.01, 0.01, 0.01, 0.01, 0.01))
 
 
-def fails(cause: str, text: str, *args, **kwargs) -> None:
+def fails(cause, text, *args, **kwargs):
     with pytest.raises(RolloutError, match=text) as caught:
         play(*args, **kwargs)
     assert caught.value.cause == cause

@@ -26,7 +26,7 @@ CALL = {
 USER = {"role": "user", "content": "1 + 2?"}
 
 
-async def chatting(server: ModelServer, *added: list[dict], tools=None) -> tuple[list[Turn], list]:
+async def chatting(server, *added, tools=None):
     """Asks for an answer after each of the further messages; the turns, and the answers."""
     async with server:
         policy = GymPolicy(PolicySpec(head_server=server.url, max_model_len=1 << 31), "env")
@@ -165,7 +165,7 @@ def test_several_turns_of_either_api_become_a_result(kind, monkeypatch):
     assert again.metrics.items() >= metrics.items() and len(again.metrics) == len(rollout.metrics)
 
 
-def turn(prompt: list[int], completion: list[int], finish: str = "stop") -> Turn:
+def turn(prompt, completion, finish="stop"):
     spans = [VersionSpan(0, len(completion))]
     return Turn.of(prompt, completion, [-0.5] * len(completion), spans, finish)
 

@@ -14,6 +14,7 @@ from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
 from rl.wire.streams import MAX_MESSAGE_BYTES, MessageServer
 from rl.wire.worker_messages import FromWorker, PlayGroup
+from tests.envs.stub_policy import worker_of
 
 ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={}, session=0)
 
@@ -190,12 +191,10 @@ def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypat
     """It is played again; if that does not help, its line in rollouts/ says why it is not
     trained. An evaluation does not mind."""
     monkeypatch.setattr(worker, "RETRY_PAUSE_S", 0.0)
-    setup = SimpleNamespace(retries=1)
 
     def play(faults, order=ORDER):
-        self = SimpleNamespace(setup=setup, env=SometimesNan(value, faults))
-        self.play_once = lambda *args: Worker.play_once(self, *args)
-        (sound,), (broken,) = asyncio.run(Worker.play_with_retries(self, order, 2))
+        playing = worker_of(SometimesNan(value, faults), retries=1)
+        (sound,), (broken,) = asyncio.run(playing.play_with_retries(order, 2))
         return sound, broken
 
     assert [rollout.error for rollout in play(1)] == [None, None] and play(1)[1].retries == 1
@@ -292,19 +291,14 @@ def test_whatever_an_environment_does_every_episode_is_answered(
         messages.append(msgspec.msgpack.decode(message, type=FromWorker))
 
     async def main():
-        self = SimpleNamespace(
-            setup=SimpleNamespace(retries=1),
-            env=Odd(do, scores_groups),
-            plays={ORDER.play_id: None},
-        )
-        self.play_once = lambda *args: Worker.play_once(self, *args)
-        self.play_with_retries = lambda *args: Worker.play_with_retries(self, *args)
+        playing = worker_of(Odd(do, scores_groups), retries=1)
+        playing.plays[ORDER.play_id] = None
         async with asyncio.timeout(10):
             await asyncio.gather(
-                asyncio.create_task(Worker.play(self, ORDER, SimpleNamespace(send=send))),
+                asyncio.create_task(Worker.play(playing, ORDER, SimpleNamespace(send=send))),
                 return_exceptions=True,
             )
-        return self.plays
+        return playing.plays
 
     assert asyncio.run(main()) == {}
     rollouts = [rollout for played in messages for rollout in played.rollouts]

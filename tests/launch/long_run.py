@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
-from rl.config.command_line import build, parse_args, to_toml
+from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_files import OrchestratorState
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
@@ -19,6 +19,7 @@ from rl.run_dir.files import clean_leftovers, encode_record, sha256
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import encode_batch
 from rl.wire.messages import TrainBatch
+from tests.flags import made
 
 LINKS = 30_000
 """Names of one file; a file system has its limit."""
@@ -32,7 +33,7 @@ def config_of(root: Path, steps: int) -> RLConfig:
         f"--name long --output_dir {root} --max_steps {steps + 1} --orchestrator.environment.id e "
         f"--orchestrator.eval.interval {EVAL_EVERY} --orchestrator.show_rollout_every 0"
     )
-    return build(parse_args(flags.split()))
+    return made(flags)
 
 
 def link_all(paths: Iterator[Path], data: bytes) -> None:

@@ -2,20 +2,19 @@
 
 import errno
 import io
-import json
 import os
 import re
 import time
 
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.diagnosis.rollouts import messages_text
 from rl.launch.console import COLUMNS, Console, alike, cell, phase_text
 from rl.run_dir.metric_names import PASS
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
-from tests.flags import flags
+from tests import jsonl
+from tests.flags import made
 
 TRAINER = {
     "loss/mean": -0.01234,
@@ -40,7 +39,7 @@ class Screen:
 
     def __init__(self, tmp_path, *args: str, out=None):
         base = f"--orchestrator.environment.id e --name r --output_dir {tmp_path} --max_steps 9"
-        self.config = build(parse_args(flags(base, *args)))
+        self.config = made(base, *args)
         self.run_dir = self.config.run_dir
         self.out = out or io.StringIO()
         self.reader = MetricsReader(self.run_dir.metrics)
@@ -267,9 +266,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     }
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
-        screen.run_dir.rollouts(step).write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in (skipped, shown))
-        )
+        screen.run_dir.rollouts(step).write_text(jsonl.text(skipped, shown))
         screen.step(step)
     said = screen.look()
     assert said.count("--- a rollout of step") == 2 and "step 3," not in said

@@ -2,15 +2,14 @@
 
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.launch.devices import Split, check_build, split, write_into
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
-from tests.flags import flags
+from tests.flags import made
 
 
 def config(*args: str):
-    return build(parse_args(flags("--orchestrator.environment.id e", *args)))
+    return made("--orchestrator.environment.id e", *args)
 
 
 def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:

@@ -1,7 +1,6 @@
 """The rules of the run directory: new, --clean, --resume, --resume N, and what a resume may
 change."""
 
-import json
 import os
 import shutil
 import sys
@@ -25,12 +24,15 @@ from rl.run_dir.status import RunEnd, Staleness
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
-from tests.flags import flags
+from tests import jsonl
+from tests.flags import flags, made
 from tests.launch.long_run import make_run, restored
 
 
 class Place:
     """Prepares runs named `r` in one directory, as `rl` would, and releases them again."""
+
+    base = "--orchestrator.environment.id e --name r --output_dir TMP/outputs"
 
     def __init__(self, tmp: Path):
         self.tmp = tmp
@@ -38,8 +40,8 @@ class Place:
         self.root = self.run_dir.root
 
     def config(self, *args: str, **variables: str) -> RLConfig:
-        base = f"--orchestrator.environment.id e --name r --output_dir {self.tmp}/outputs"
-        return build(parse_args(flags(base, *args), variables)).with_absolute_paths()
+        base = self.base.replace("TMP", str(self.tmp))
+        return made(base, *args, **variables).with_absolute_paths()
 
     def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
         prepared = prepare(self.config(*args), resume=resume, clean=clean)
@@ -138,16 +140,16 @@ def test_a_directory_in_which_nothing_was_made_is_used_again(place):
         and not place.run_dir.evals.exists()
     )
     assert "--resume 3: needs batches 1 to 3" in place.fails("--max_lag 0", resume=3)
-    for made in (
+    for path in (
         place.run_dir.batch(1),
         place.run_dir.pending,
         place.run_dir.digests(1),
         place.run_dir.checkpoint(1) / "x",
     ):
-        made.parent.mkdir(parents=True, exist_ok=True)
-        made.write_text("x")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
         assert " exists: continue that run with --resume" in place.fails()
-        shutil.rmtree(made.parent if made.parent.name != "000001" else made.parent.parent)
+        shutil.rmtree(path.parent if path.parent.name != "000001" else path.parent.parent)
 
 
 def test_a_run_lives_where_its_config_toml_lies(place):
@@ -157,7 +159,7 @@ def test_a_run_lives_where_its_config_toml_lies(place):
     there = place.tmp / "elsewhere" / "moved"
     there.parent.mkdir()
     place.root.rename(there)
-    config = build(parse_args(["@", str(there / "config.toml"), "--max_steps", "7"]))
+    config = made("@", str(there / "config.toml"), "--max_steps", "7")
     assert config.run_dir.root == there and from_toml(there / "config.toml").name == "moved"
     prepared = prepare(config.with_absolute_paths(), resume=-1, clean=False)
     prepared.lease.close()
@@ -169,16 +171,13 @@ def test_a_run_lives_where_its_config_toml_lies(place):
     ]
     assert not place.root.exists() and 'name = "moved"' in (there / "config.toml").read_text()
     assert (
-        build(parse_args(["@", str(there / "config.toml"), "--name", "new"])).run_dir.root
-        == there.parent / "new"
+        made("@", str(there / "config.toml"), "--name", "new").run_dir.root == there.parent / "new"
     )
     (there.parent / "link").symlink_to(there)
-    assert (
-        build(parse_args(["@", str(there.parent / "link" / "config.toml")])).run_dir.root == there
-    )
+    assert made("@", str(there.parent / "link" / "config.toml")).run_dir.root == there
     # a copy of the settings is no run
     (place.tmp / "config.toml").write_bytes((there / "config.toml").read_bytes())
-    assert build(parse_args(["@", str(place.tmp / "config.toml")])).run_dir.root == there
+    assert made("@", str(place.tmp / "config.toml")).run_dir.root == there
 
 
 def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one_it_was_copied_from(
@@ -197,7 +196,7 @@ def test_versions_that_lie_elsewhere_go_with_a_renamed_run_and_stay_with_the_one
     assert run_dir_of(renamed, stored_config(renamed)).weights(1).is_dir()
     copy = place.tmp / "backup" / "s"
     shutil.copytree(renamed, copy)
-    same = build(parse_args(["@", str(copy / "config.toml")]))
+    same = made("@", str(copy / "config.toml"))
     for how in ({"resume": -1, "clean": False}, {"resume": None, "clean": True}):
         with pytest.raises(
             RunError,
@@ -376,7 +375,7 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
         and not changes.exists()
     )
     prepared = place(f"--{key}", value, resume=-1)
-    lines = [json.loads(line) for line in changes.read_text().splitlines()]
+    lines = jsonl.read(changes)
     (line,) = [line for line in lines if line["key"] == key]
     # which is there now, with its other settings
     assert len(lines) == 1 or key.startswith("wandb.")
@@ -432,29 +431,12 @@ def test_what_may_not_change(place, args):
 class Rows(Place):
     """Prepares runs whose settings name files."""
 
-    def config(self, *args: str, **variables: str) -> RLConfig:
-        files = {
-            "environment.dataset": "rows.jsonl",
-            "environment.reward": "r.py:f",
-            "credit.function": "c.py:g",
-        }
-        files |= {"eval.dataset": "held.jsonl", "eval.reward": "other.py:f"}
-        words = [
-            word
-            for key, name in files.items()
-            for word in (f"--orchestrator.{key}", str(self.tmp / name))
-        ]
-        words += [
-            "--model.name",
-            str(self.tmp / "base"),
-            "--model.chat_template",
-            str(self.tmp / "chat.jinja"),
-            "--name",
-            "r",
-        ]
-        return build(
-            parse_args([*words, "--output_dir", str(self.tmp / "outputs"), *args], variables)
-        ).with_absolute_paths()
+    base = (
+        "--orchestrator.environment.dataset TMP/rows.jsonl --orchestrator.environment.reward TMP/r.py:f "
+        "--orchestrator.eval.dataset TMP/held.jsonl --orchestrator.eval.reward TMP/other.py:f "
+        "--orchestrator.credit.function TMP/c.py:g --model.name TMP/base "
+        "--model.chat_template TMP/chat.jinja --name r --output_dir TMP/outputs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -494,7 +476,7 @@ def test_a_file_that_was_edited_in_place_is_another_setting(tmp_path, file, key)
     notes = place(resume=-1).notes
     assert notes[1].startswith(f"changed: {told}")
     assert all(f"(content of {file})" in note for note in notes[1:])
-    line, *_ = map(json.loads, (place.root / "changes.jsonl").read_text().splitlines())
+    line, *_ = jsonl.read(place.root / "changes.jsonl")
     assert (
         line["key"] == told.removesuffix(": ") and line["old"] != line["new"] and line["step"] == 2
     )
@@ -534,9 +516,7 @@ def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting
         *own,
         resume=-1,
     )
-    keys = [
-        json.loads(line)["key"] for line in (place.root / "changes.jsonl").read_text().splitlines()
-    ]
+    keys = [line["key"] for line in jsonl.read(place.root / "changes.jsonl")]
     assert sorted(keys) == ["orchestrator.environment.0.workers", "orchestrator.eval.0.interval"]
 
 
@@ -581,12 +561,8 @@ def test_resume_at_a_step_moves_the_rest_away(place):
         "weights/000003",
         "weights/000004",
     ]
-    assert [
-        json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()
-    ] == [1, 2]
-    assert [
-        json.loads(line)["step"] for line in (away / "metrics.jsonl").read_text().splitlines()
-    ] == [3, 4]
+    assert [line["step"] for line in jsonl.read(place.run_dir.metrics)] == [1, 2]
+    assert [line["step"] for line in jsonl.read(away / "metrics.jsonl")] == [3, 4]
 
 
 def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(place):
@@ -596,9 +572,7 @@ def test_a_cut_that_was_killed_before_its_end_leaves_no_line_of_what_is_gone(pla
     for step in (3, 4):
         place.run_dir.batch(step).unlink()
     place(resume=-1)
-    assert [
-        json.loads(line)["step"] for line in place.run_dir.metrics.read_text().splitlines()
-    ] == [1, 2]
+    assert [line["step"] for line in jsonl.read(place.run_dir.metrics)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -724,7 +698,4 @@ def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
         config.run_dir.root == tmp_path / "outputs" / "e-model"
         and config.run_dir.weights_dir == tmp_path / "w" / "e-model"
     )
-    assert (
-        build(parse_args([*args, "--model.name", "owner/m"])).with_absolute_paths().model.name
-        == "owner/m"
-    )
+    assert made(*args, "--model.name", "owner/m").with_absolute_paths().model.name == "owner/m"

@@ -42,7 +42,7 @@ from rl.system.linux import bind
 from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
-from tests.flags import flags
+from tests.flags import flags, made
 from tests.view.serving import enter
 from tests.waiting import alive, until
 
@@ -98,7 +98,6 @@ for step in range(1, config.max_steps + 1):
 }
 FOREVER = "time.sleep(60)\n"
 ELSEWHERE = "--orchestrator.inference_urls http://127.0.0.1:1"
-STARTED_TWICE = [("start", 1), ("death", 1), ("restart", 2)]
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
 
@@ -110,6 +109,14 @@ class Run:
         self.root = tmp / "outputs" / "r"
         self.run_dir = RunDir(self.root, self.root / "weights")
         self.processes: list[subprocess.Popen] = []
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
 
     def start(self, *args: str, **scripts: str) -> subprocess.Popen:
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
@@ -151,11 +158,8 @@ class Run:
 
 @pytest.fixture
 def rl(tmp_path, classic_home):
-    run = Run(tmp_path)
-    yield run
-    for process in run.processes:
-        process.kill()
-        process.wait()
+    with Run(tmp_path) as run:
+        yield run
 
 
 @pytest.mark.parametrize(("kind", "head"), [("early", ""), ("doubtful", "warning: ")])
@@ -292,29 +296,6 @@ def test_with_no_restarts_a_child_that_fails_ends_the_run(rl):
         "\nnothing was made yet: a start with other settings reuses the directory\n"
     )
     assert rl.nobody_left()
-
-
-def test_a_run_whose_processes_are_killed_ends_well(rl):
-    """Each is killed once, one of them with a garbled environment; the run continues without a
-    human."""
-    crash = (
-        "attempt = len(list((root / 'logs').glob(f'{name}-*.log')))\nif attempt == 1: "
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    code, out, err = rl(
-        "--supervisor.backoff_s 0.1",
-        **{name: crash + script for name, script in SCRIPTS.items()},
-    )
-    assert (code, err) == (0, "")
-    events = [json.loads(line) for line in rl.run_dir.events.read_text().splitlines()]
-    for name in SCRIPTS:
-        mine = [(event["event"], event["attempt"]) for event in events if event["process"] == name]
-        assert mine[:3] == STARTED_TWICE[name == "model" :]
-        assert (
-            f"  {name} was ended by SIGKILL (the kernel does that when memory runs out: see "
-            "`dmesg`), before its first status; it" in out
-        )
-    assert "3 steps in 6 s" in out and rl.nobody_left()
 
 
 def test_a_trial_ends_with_a_verdict(rl):
@@ -535,12 +516,8 @@ def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, m
             getattr(config, section).gpus = number
         return place(num_gpus, config)
 
-    about = {
-        "name": "r",
-        "output_dir": str(tmp_path),
-        "orchestrator": {"environment": [{"id": "say-digit"}]},
-    }
-    started, notes = place(4, RLConfig.model_validate(about))
+    about = f"--name r --output_dir {tmp_path} --orchestrator.environment.id say-digit"
+    started, notes = place(4, made(about))
     write_config(started.run_dir.config, started)
     assert (
         started.inference.vllm == {"data_parallel_size": 3}

@@ -23,6 +23,7 @@ from rl.run_dir.status import HEARTBEAT_S, Phase, RoleStatus, read_status, write
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
 from rl.system.linux import pid_scope
 from rl.system.process_table import entry, markers
+from tests import jsonl
 from tests.run_dir.test_logs import REPORT
 
 PRELUDE = """
@@ -76,6 +77,7 @@ class Run:
         self.children = Children()
         self.reader = MetricsReader(self.run_dir.metrics)
         self.supervisor = Supervisor(self.config, self.run_dir, self.children, self.said.append)
+        self.keeper = self.supervisor.keeper
 
     def begin(self, after_server=False, **scripts):
         commands = {
@@ -102,10 +104,10 @@ class Run:
             time.sleep(0.01)
 
     def finish(self):
-        self.until(lambda: self.supervisor.keeper.finished)
+        self.until(lambda: self.keeper.finished)
 
     def events(self, kind="", process=""):
-        events = [json.loads(line) for line in self.run_dir.events.read_text().splitlines()]
+        events = jsonl.read(self.run_dir.events)
         return [
             event
             for event in events
@@ -118,13 +120,13 @@ class Run:
     def silent(self, name, after_s=0.6):
         """The event of a process that gives no sign of life; until then, for as long as it does,
         none counts as silent."""
-        self.supervisor.keeper.settings.silence_s = after_s
+        self.keeper.settings.silence_s = after_s
         self.until(lambda: self.events("silent", name))
-        self.supervisor.keeper.settings.silence_s = 60.0
+        self.keeper.settings.silence_s = 60.0
         return self.events("silent", name)
 
     def child(self, name):
-        attempt = self.supervisor.keeper.states[name].attempt
+        attempt = self.keeper.states[name].attempt
         return attempt and attempt.child
 
     def pids(self, count):
@@ -262,10 +264,8 @@ def test_who_made_progress_starts_again_at_once(make):
 
 def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may_be_late(make):
     run = make()
-    keeper, code = (
-        run.supervisor.keeper,
-        "if attempt == 1: sys.exit(come_up('serving', address='http://x'))\n",
-    )
+    keeper = run.keeper
+    code = "if attempt == 1: sys.exit(come_up('serving', address='http://x'))\n"
     run.begin(
         inference=f"{code}status('loading_model')\nif attempt == 2: "
         "time.sleep(60)\nbeat('serving', "
@@ -291,7 +291,7 @@ def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may
 
 def test_a_server_that_never_comes_up_ends_the_run(make):
     run = make()
-    run.supervisor.keeper.startup_timeout_s = 1.0
+    run.keeper.startup_timeout_s = 1.0
     run.begin(inference="beat('loading_model')")
     with pytest.raises(
         RunError, match=r"inference\.startup_timeout_s = 1 s; it was doing: loading"
@@ -497,8 +497,8 @@ def test_a_trainer_that_shares_a_gpu_starts_when_the_server_is_up_or_has_had_its
     run.begin(after_server=True, inference="beat('loading_model', None, 0.3)\n" + WORK["inference"])
     assert run.child("orchestrator") and run.child("trainer") is None
     assert (
-        run.supervisor.keeper.states["trainer"].start_at
-        == run.supervisor.keeper.clock + run.config.inference.startup_timeout_s
+        run.keeper.states["trainer"].start_at
+        == run.keeper.clock + run.config.inference.startup_timeout_s
     )
     run.until(lambda: run.child("trainer"))
     assert run.events("ready", "inference")
@@ -588,7 +588,7 @@ def test_a_rank_that_stands_still_is_named_with_its_machine_within_a_minute(make
     run = make()
     run.begin(trainer=RANK.replace("PLACE", repr(pid_scope())) + WORK["trainer"])
     (rank,) = run.pids(1)
-    run.until(lambda: len(run.supervisor.keeper.states["trainer"].attempt.statuses) == 2)
+    run.until(lambda: len(run.keeper.states["trainer"].attempt.statuses) == 2)
     os.kill(rank, signal.SIGSTOP)
     assert "trainer rank 1 on b" in run.silent("trainer")[0]["reason"] and gone(rank)
     run.ready("trainer", 2)
@@ -601,11 +601,8 @@ def test_a_first_rank_that_has_left_is_not_silent_while_the_launcher_of_worlds_i
     Without any status the last one is judged."""
     run = make()
     run.begin_one("trainer", "time.sleep(60)")
-    keeper, rank, launcher = (
-        run.supervisor.keeper,
-        run.run_dir.status("trainer"),
-        run.run_dir.status("trainer-launcher"),
-    )
+    keeper, rank = run.keeper, run.run_dir.status("trainer")
+    launcher = run.run_dir.status("trainer-launcher")
     for beat, path in enumerate([rank, launcher]):
         write_status(
             path, RoleStatus(process=path.stem, phase=Phase.TRAINING, step=1, heartbeat=float(beat))
@@ -632,7 +629,7 @@ def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make,
         trainer="[status('training', file=f'trainer-{i}') for i in range(1, 101)]\n"
         + WORK["trainer"]
     )
-    keeper = run.supervisor.keeper
+    keeper = run.keeper
     run.until(lambda: len(keeper.states["trainer"].attempt.statuses) == 101)
     monkeypatch.setattr("rl.launch.keeper.SLOW_POLL_S", 60.0)
     reads.clear()
@@ -679,7 +676,7 @@ def test_a_batch_that_kills_its_reader_is_quarantined(make):
     run = make(backoff_s=0.01)
     (run.root / "good").touch()
     run.begin(trainer=POISON)
-    run.until(lambda: run.supervisor.keeper.states["trainer"].done)
+    run.until(lambda: run.keeper.states["trainer"].done)
     # a death while loading does not count against a batch
     assert len(run.events("death", "trainer")) == 4
     record = json.loads(run.run_dir.quarantined(3).read_text())
@@ -707,7 +704,7 @@ def test_a_step_that_was_done_in_between_starts_the_count_anew(make):
         trainer=f"if attempt == 5: sys.exit()\nif attempt == 3:\n    {done}    "
         "time.sleep(0.3)\nstatus('training', 3)\nsys.exit(1)"
     )
-    run.until(lambda: run.supervisor.keeper.states["trainer"].done)
+    run.until(lambda: run.keeper.states["trainer"].done)
     assert len(run.events("death")) == 4 and not run.events("quarantine")
 
 
@@ -785,7 +782,7 @@ def test_a_process_that_is_ended_for_a_repair_has_its_own_time_for_it(make, monk
     )
     run.begin_one("trainer", code, stop_s=60.0)
     run.ready("trainer")
-    run.supervisor.keeper.end("trainer")
+    run.keeper.end("trainer")
     assert (run.root / "saved").exists()
 
 

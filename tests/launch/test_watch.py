@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from rl.commands import logs
-from rl.config.run import RLConfig
 from rl.launch import watch
 from rl.run_dir.events import Event, append_event, read_events
-from rl.run_dir.nodes import Jobs, Nodes, NodeStatus, RunOver
+from rl.run_dir.nodes import Jobs, Nodes, RunOver
 from rl.run_dir.status import Staleness
+from tests.cluster.configs import run_config, status_of
 from tests.launch.test_run import FOREVER, Run
 from tests.waiting import alive, until
 
@@ -25,16 +25,18 @@ RL = Path(sys.executable).parent / "rl"
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path)
-    yield run
-    for process in run.processes:
-        process.kill()
-        process.wait()
+    with Run(tmp_path) as run:
+        yield run
 
 
 def rl(run: Run, *words: str) -> tuple[int, str, str]:
     done = subprocess.run([RL, *words], cwd=run.tmp, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
+
+
+def watching(run: Run) -> subprocess.Popen[str]:
+    command = [RL, "watch", "outputs/r"]
+    return subprocess.Popen(command, cwd=run.tmp, stdout=subprocess.PIPE, text=True)
 
 
 def test_a_reader_sees_the_steps_and_the_end(run):
@@ -48,10 +50,7 @@ def test_a_reader_sees_the_steps_and_the_end(run):
     until(run.run_dir.config.exists, 60)
     files = (path for path in run.root.rglob("*") if path.is_file() and path.suffix != ".tmp")
     before = {path for path in files if path.parent.name not in ("status", "metrics", "spans")}
-    reader = subprocess.Popen(
-        [RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True
-    )
-    assert reader.stdout
+    reader = watching(run)
     out = reader.stdout.readline()
     (run.root / "read").touch()
     out += reader.stdout.read()
@@ -63,10 +62,8 @@ def test_a_reader_sees_the_steps_and_the_end(run):
 def test_ctrl_c_ends_the_reader_and_not_the_run(run):
     process = run.start(orchestrator=FOREVER, trainer=FOREVER)
     run.pids(4)
-    reader = subprocess.Popen(
-        [RL, "watch", "outputs/r"], cwd=run.tmp, stdout=subprocess.PIPE, text=True
-    )
-    assert reader.stdout and "steps of" in reader.stdout.readline() + reader.stdout.readline()
+    reader = watching(run)
+    assert "steps of" in reader.stdout.readline() + reader.stdout.readline()
     reader.send_signal(signal.SIGINT)
     said = reader.communicate(timeout=60)[0]
     assert "detached; the run goes on" in said and reader.returncode == 0, (said, reader.returncode)
@@ -142,6 +139,7 @@ def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
     ]
     code, out, error = rl(run, "logs", "outputs/r", "trainer", "-f", "-n", "1")
     assert (code, out) == (0, "last words\n") and "continue it with" in error, "a run that is dead"
+    assert run.processes[0].wait(60) == 0, "although its trainer died once"
 
 
 # Runs on a cluster, written by hand ---------------------------------------------------------------
@@ -160,33 +158,14 @@ def cluster(tmp_path, monkeypatch):
         monkeypatch.setattr(watch, name, seconds)
     monkeypatch.setattr(logs, "POLL_S", 0.05)
     monkeypatch.setattr(logs, "LOOK_S", 0.0)
-    place = {
-        "name": "x",
-        "output_dir": str(tmp_path),
-        "orchestrator": {"environment": [{"id": "first-half"}]},
-    }
-    config = RLConfig.model_validate(place | {"cluster": {"engine": "slurm", "nodes": 3}})
+    config = run_config(tmp_path, {"engine": "slurm"})
     config.run_dir.logs.mkdir(parents=True)
     nodes = Nodes(config.run_dir)
     nodes.folder.mkdir(parents=True)
 
     def machine(index: int, *roles: str) -> None:
-        about = {
-            "address": "",
-            "port": 0,
-            "ranks": 0,
-            "gpus": 0,
-            "software": "",
-            "config": "",
-            "lease": 1,
-            "pid": 1,
-            "place": "elsewhere",
-        }
-        now = {"started": time.time(), "heartbeat": time.time()}
-        nodes.write(
-            nodes.status_path(index),
-            NodeStatus(index=index, host=f"host{index}", roles=[*roles], **now, **about),
-        )
+        status = status_of(index, roles=[*roles], place="elsewhere", heartbeat=time.time())
+        nodes.write(nodes.status_path(index), status)
 
     return SimpleNamespace(config=config, dir=config.run_dir, nodes=nodes, machine=machine)
 

@@ -186,21 +186,6 @@ def test_weights_hold_and_a_slow_environment_does_not_hold_up_the_other(tmp_path
     assert sum(lags) / len(lags) <= 2 and max(lags) <= config.orchestrator.max_off_policy_steps
 
 
-def test_multi_turn_samples_keep_sampled_ids(tmp_path, model):
-    config = make_config(tmp_path, "--orchestrator.environment.args.turns 3 --max_steps 1")
-    _, (batch,), stub = play(config, model)
-    assert len(batch.samples) == 8  # every rollout is one sample: the template is append-only
-    for sample in batch.samples:
-        assert sample.num_trained == 6
-        text = stub.tokenizer.decode(sample.token_ids)
-        assert text.count("<|im_start|>assistant\n") == 3 and text.count("and again") == 2
-    sent = [body["token_ids"] for route, body in stub.log if route == "generate"]
-    assert all(
-        any(sample.token_ids[: len(ids)].tolist() == ids for ids in sent)
-        for sample in batch.samples
-    )
-
-
 def test_inference_dies_in_every_phase_and_comes_back_with_any_version(
     tmp_path, model, monkeypatch
 ):

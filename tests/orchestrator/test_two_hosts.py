@@ -56,11 +56,11 @@ in metrics.jsonl (the last one counts)."""
 class Stops(faults.FaultPlan):
     """Stops the process with all its threads instead of killing it."""
 
-    def strike(self) -> None:
+    def strike(self):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def set_up(root, environment: str) -> None:
+def set_up(root, environment):
     """Sets up the file system that this process sees, and short timeouts."""
 
     def flock(_fd, _how):
@@ -74,7 +74,7 @@ def set_up(root, environment: str) -> None:
         LateListings(root, late_s)
 
 
-def orchestrate(root, environment: str, host: str, point: str = "") -> None:
+def orchestrate(root, environment, host, point=""):
     """Commits batches as the orchestrator does; stops at `point`."""
     set_up(root, environment)
     run_dir = RunDir(root, root / "weights")
@@ -97,7 +97,7 @@ def orchestrate(root, environment: str, host: str, point: str = "") -> None:
     status.close()
 
 
-def train(root, environment: str) -> None:
+def train(root, environment):
     """A live process on the first host: it writes numbers, its status, and a version for as long
     as all this lasts."""
     set_up(root, environment)
@@ -124,7 +124,7 @@ def train(root, environment: str) -> None:
     (root / "trained").touch()
 
 
-def a_takeover(root, environment: str, point: str) -> list[str]:
+def a_takeover(root, environment, point):
     """Checks the guarantees with the first host stopped when it reaches `point` for the third
     time. Returns whose the batches are."""
     run_dir = RunDir(root, root / "weights")
@@ -152,7 +152,7 @@ def a_takeover(root, environment: str, point: str) -> list[str]:
     return check(run_dir)
 
 
-def check(run_dir: RunDir) -> list[str]:
+def check(run_dir):
     owners = []
     for step in range(1, STEPS + 1):
         state = msgspec.msgpack.decode(decode_batch(run_dir.batch(step).read_bytes(), "x").state)
@@ -193,7 +193,7 @@ def test_wherever_it_was_stopped(tmp_path, environment):
         a_takeover(tmp_path / point / "r", environment, point)
 
 
-def commit_all(root, host: str) -> None:
+def commit_all(root, host):
     """Commits batches without a role, at the same time as another host; reports which were its
     own."""
     until(lambda: len([*root.glob("*.ready")]) == 2)

@@ -32,12 +32,12 @@ def test_a_load_that_never_ends_has_a_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(inference_client, "CONNECT_S", 0.2)
     asked = []
 
-    async def never(request: web.Request) -> web.Response:
+    async def never(request):
         asked.append(await request.json())
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def load() -> None:
+    async def load():
         async with WebServer(web.post("/load_weights", never)) as server, asyncio.timeout(20):
             servers = InferenceServers([server.url], tmp_path / "none.json", 0.5)
             try:
@@ -78,7 +78,7 @@ async def asked(tmp_path, answer, work):
     ],
 )
 def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
-    async def answer(_request: web.Request) -> web.Response:
+    async def answer(_request):
         return web.Response(body=content)
 
     for work in (
@@ -104,12 +104,12 @@ def test_an_answer_that_is_none_names_the_address_setting(tmp_path, content):
 def test_an_answer_whose_parts_do_not_fit_is_asked_of_another_server(tmp_path, changes):
     came = []
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         came.append(request.path)
         is_bad = request.path.startswith("/bad")
         return web.Response(body=msgspec.msgpack.encode(ANSWER | (changes if is_bad else {})))
 
-    async def ask(servers: InferenceServers):
+    async def ask(servers):
         (url,) = servers.fixed
         servers.fixed = [f"{url}/bad", f"{url}/good"]
         return await servers.generate(0, [1, 2], {})
@@ -121,7 +121,7 @@ def test_an_answer_whose_parts_do_not_fit_is_asked_of_another_server(tmp_path, c
 def test_the_kernel_probes_the_host_of_a_server_that_is_silent(tmp_path):
     """Without that a request to a host that vanished would wait for ever."""
 
-    async def answer(_request: web.Request) -> web.Response:
+    async def answer(_request):
         return web.Response(body=b"{}")
 
     async def work(servers):
@@ -137,7 +137,7 @@ def test_the_kernel_probes_the_host_of_a_server_that_is_silent(tmp_path):
 def test_an_endless_answer_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1 << 20)
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def answer(request):
         response = web.StreamResponse()
         await response.prepare(request)
         for _ in range(1000):
@@ -152,12 +152,12 @@ def test_the_token_is_shown_and_its_refusal_says_what_to_do(tmp_path, monkeypatc
     monkeypatch.delenv("RL_TOKEN", raising=False)
     token = "a-token-of-the-test-0123456789"
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         if request.headers.get("Authorization") != f"Bearer {token}":
             return web.Response(status=401)
         return web.json_response(HELD)
 
-    def version(servers: InferenceServers):
+    def version(servers):
         return servers.loaded_version()
 
     with pytest.raises(
@@ -183,7 +183,7 @@ def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.wire.http.resource.getrlimit", lambda _kind: (32, 32))
     open_now, most = 0, 0
 
-    async def answer(_request: web.Request) -> web.Response:
+    async def answer(_request):
         nonlocal open_now, most
         open_now += 1
         most = max(most, open_now)
@@ -191,7 +191,7 @@ def test_more_requests_than_files_that_may_be_open(tmp_path, monkeypatch):
         open_now -= 1
         return web.Response(body=msgspec.msgpack.encode(ANSWER))
 
-    async def ask(servers: InferenceServers) -> list[int]:
+    async def ask(servers):
         servers.timeout_s = 20.0
         answers = await asyncio.gather(*(servers.generate(i, [1], {}) for i in range(80)))
         return [answer.completion_ids[0] for answer in answers]
@@ -211,7 +211,7 @@ def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(
     faults, reads, tokens = [errno.ESTALE, errno.EMFILE], [], [first]
     read_text = Path.read_text
 
-    def read_with_faults(path: Path, **options) -> str:
+    def read_with_faults(path, **options):
         if path == file:
             reads.append(path)
             if faults:
@@ -221,11 +221,11 @@ def test_the_token_is_read_once_and_a_passing_fault_of_its_file_is_no_refusal(
     monkeypatch.setattr(Path, "read_text", read_with_faults)
     monkeypatch.setattr(inference_client, "RETRY_S", 0.01)
 
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         sound = request.headers.get("Authorization") == f"Bearer {tokens[0]}"
         return web.json_response(HELD) if sound else web.Response(status=401)
 
-    async def ask(servers: InferenceServers) -> list[int]:
+    async def ask(servers):
         versions = [await servers.loaded_version() for _ in range(20)]
         tokens[0] = first[::-1]
         file.write_text(tokens[0])

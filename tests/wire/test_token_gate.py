@@ -18,7 +18,7 @@ SENT = 1 << 20
 """Bytes of one message of a body."""
 
 
-async def app(scope, receive, send) -> None:
+async def app(scope, receive, send):
     """Reads the body and says how long it is."""
     if scope["type"] == "http":
         body = await Request(scope, receive).body()
@@ -27,16 +27,16 @@ async def app(scope, receive, send) -> None:
         await send({"type": "websocket.accept"})
 
 
-def client(loopback: bool) -> TestClient:
+def client(loopback):
     return TestClient(Gate(app, TOKEN, loopback), "http://127.0.0.1")
 
 
 def ask(
-    headers: list[tuple[bytes, bytes]],
-    body_bytes: int = 0,
-    path: str = "/health",
-    loopback: bool = True,
-) -> tuple[int, str]:
+    headers,
+    body_bytes=0,
+    path="/health",
+    loopback=True,
+):
     """(status, body or kind of the error) that a client gets; its body comes in pieces."""
     pieces = (bytes(min(SENT, body_bytes - at)) for at in range(0, body_bytes, SENT))
     answer = client(loopback).post(path, content=pieces, headers=headers)
@@ -45,7 +45,7 @@ def ask(
     return answer.status_code, answer.json()["error"]["type"] if is_ours else answer.text
 
 
-def opens_a_websocket(headers: list[tuple[bytes, bytes]]) -> bool:
+def opens_a_websocket(headers):
     opened = False
     with (
         contextlib.suppress(WebSocketDisconnect),
@@ -55,7 +55,7 @@ def opens_a_websocket(headers: list[tuple[bytes, bytes]]) -> bool:
     return opened
 
 
-def bearer(value: bytes) -> list[tuple[bytes, bytes]]:
+def bearer(value):
     return [(b"authorization", value)]
 
 

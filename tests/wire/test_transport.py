@@ -4,10 +4,8 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,12 +20,9 @@ from rl.system.linux import bind
 from rl.wire.batch_file import batch_head, encode_batch
 from rl.wire.messages import (
     Acknowledged,
-    BatchReady,
     GetBatch,
     NotReady,
     Published,
-    Reply,
-    Request,
     RunEnded,
     TrainBatch,
     WeightVersion,
@@ -39,9 +34,7 @@ from tests.waiting import until
 class Server:
     """The orchestrator's end in a thread; `answer` makes the replies, None means no reply."""
 
-    def __init__(
-        self, status: Path, answer: Callable[[Request], Reply | None], token: str | None = None
-    ):
+    def __init__(self, status, answer, token=None):
         self.status, self.answer, self.token, self.seen = (
             status,
             answer,
@@ -53,7 +46,7 @@ class Server:
         self.thread.start()
         assert self.up.wait(30)
 
-    async def serve(self) -> None:
+    async def serve(self):
         self.server = server = TrainerServer("127.0.0.1", 0, self.token)
         self.address, self.loop, self.stopping = (
             server.address,
@@ -68,7 +61,7 @@ class Server:
         )
         self.up.set()
 
-        async def answer_all() -> None:
+        async def answer_all():
             while True:
                 peer, request = await server.receive()
                 self.seen.append(request)
@@ -81,13 +74,13 @@ class Server:
         task.cancel()
         server.close()
 
-    def stop(self) -> None:
+    def stop(self):
         if self.thread.is_alive():
             self.loop.call_soon_threadsafe(self.stopping.set)
             self.thread.join()
 
 
-def connect(socket: zmq.Socket, server: Server) -> None:
+def connect(socket, server):
     """Connects as a client with the token."""
     socket.curve_publickey, socket.curve_secretkey = curve_keys(server.token, "client")
     socket.curve_serverkey, _ = curve_keys(server.token, "server")
@@ -96,9 +89,9 @@ def connect(socket: zmq.Socket, server: Server) -> None:
 
 @pytest.fixture
 def serve(tmp_path):
-    servers: list[Server] = []
+    servers = []
 
-    def start(answer: Callable[[Request], Reply | None], token: str | None = None) -> Server:
+    def start(answer, token=None):
         servers.append(Server(tmp_path / "status" / "orchestrator.json", answer, token))
         return servers[-1]
 
@@ -111,35 +104,31 @@ class Client(OrchestratorClient):
     """A client that blocks from its first request on, and records the waits it reports: (phase,
     step, detail)."""
 
-    def __init__(
-        self, status: Path, timeout_s: float, enough: Callable[[list[tuple]], object] | None
-    ):
+    def __init__(self, status, timeout_s, enough):
         super().__init__(RunDir(status.parent.parent, status.parent.parent / "weights"))
         self.timeout_s, self.waits, self.enough = timeout_s, [], enough
 
-    def get_batch(self, step: int) -> bytes | RunEnded:
+    def get_batch(self, step):
         with Wait(self.timeout_s, lambda *what: self.waits.append(what)) as wait:
             if self.enough:
                 wait.left_s = lambda _=0.0: 0.0 if self.enough(self.waits) else 60.0
             return super().get_batch(step, wait)
 
 
-def client(
-    tmp_path, timeout_s: float = 60.0, enough: Callable[[list[tuple]], object] | None = None
-) -> tuple[Client, list[tuple]]:
+def client(tmp_path, timeout_s=60.0, enough=None):
     """`enough`: whether it has waited until the deadline, given its waits; by default by the
     clock."""
     trainer = Client(tmp_path / "status" / "orchestrator.json", timeout_s, enough)
     return trainer, trainer.waits
 
 
-def said(text: str) -> Callable[[list[tuple]], bool]:
+def said(text):
     """Whether the client has said that as what it waits for."""
     return lambda waits: any(text in detail for _, _, detail in waits)
 
 
 @contextmanager
-def impostor(tmp_path: Path, answers: Iterable[list[bytes]]) -> Iterator[None]:
+def impostor(tmp_path, answers):
     """Something with the run's token answers in place of the orchestrator, each request with the
     next of `answers`, a list of frames."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
@@ -153,7 +142,7 @@ def impostor(tmp_path: Path, answers: Iterable[list[bytes]]) -> Iterator[None]:
 
         over = threading.Event()
 
-        def answer() -> None:
+        def answer():
             left = iter(answers)
             while not over.is_set():
                 if socket.poll(50):
@@ -172,7 +161,7 @@ def impostor(tmp_path: Path, answers: Iterable[list[bytes]]) -> Iterator[None]:
 BATCH = encode_record(b"a batch")
 
 
-def ready(tmp_path, step: int = 1, data: bytes = BATCH) -> BatchReady:
+def ready(tmp_path, step=1, data=BATCH):
     """The orchestrator announces a batch that the trainer can see."""
     path = tmp_path / "batches" / f"{step:06d}.batch"
     path.parent.mkdir(exist_ok=True)
@@ -180,7 +169,7 @@ def ready(tmp_path, step: int = 1, data: bytes = BATCH) -> BatchReady:
     return batch_head(path)
 
 
-def filling(step: int) -> NotReady:
+def filling(step):
     return NotReady(RoleStatus(phase=Phase.FILLING_BATCH, step=step))
 
 
@@ -197,7 +186,7 @@ def test_not_ready_then_the_batch(serve, tmp_path):
 
 
 @pytest.fixture
-def written(tmp_path) -> Path:
+def written(tmp_path):
     """A batch file that the orchestrator sees but the trainer does not."""
     path = tmp_path / "elsewhere" / "000001.batch"
     path.parent.mkdir()
@@ -241,7 +230,7 @@ def test_a_file_that_comes_into_view_later_is_read(serve, tmp_path, written):
     serve(lambda _request: batch_head(written))
     trainer, waits = client(tmp_path)
 
-    def write_late() -> None:
+    def write_late():
         until(lambda: waits and waits[-1][2].endswith("000001.batch to become visible"))
         (tmp_path / "batches" / "000001.batch").write_bytes(written.read_bytes())
 
@@ -288,7 +277,7 @@ def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
     monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.3)
     first = serve(lambda _request: None)  # receives the request and dies
     trainer, _ = client(tmp_path)
-    result: list[bytes] = []
+    result = []
     asking = threading.Thread(target=lambda: result.append(trainer.get_batch(1)))
     asking.start()
     while not first.seen:
@@ -323,16 +312,16 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
 
 
 def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_path):
-    def answer(_request: Request) -> Reply:
+    def answer(_request):
         time.sleep(0.05)
         return filling(7)
 
     server = serve(answer)
     trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
-    waits: list[tuple] = []
+    waits = []
     wait, failed = Wait(0.3, lambda *what: waits.append(what)), threading.Event()
 
-    def ask() -> None:
+    def ask():
         with pytest.raises(RunError, match=r"waited 0 s for batch 7 \(filling batch 7\)"):
             trainer.get_batch(7, wait)
         failed.set()
@@ -444,7 +433,7 @@ def test_answers_that_are_none_are_asked_for_again(tmp_path, monkeypatch):
     monkeypatch.setattr("rl.wire.transport.MAX_REPLY_BYTES", 1000)
     trainer, waits = client(tmp_path)
 
-    def one_by_one() -> Iterator[list[bytes]]:
+    def one_by_one():
         """Only those that do not arrive are not waited for. What is set before an answer is sent
         applies to the next request."""
         for answer, following in zip(answers, [*answers[1:], [b""]], strict=True):
@@ -542,7 +531,7 @@ def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
 def test_a_taken_port_names_the_setting(monkeypatch):
     monkeypatch.setattr("rl.wire.transport.bind", partial(bind, wait_s=0.0))
 
-    async def bind_twice() -> None:
+    async def bind_twice():
         server = TrainerServer("127.0.0.1", 0, TOKEN)
         port = int(server.address.rsplit(":", 1)[1])
         with pytest.raises(

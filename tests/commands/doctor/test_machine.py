@@ -17,12 +17,12 @@ import pytest
 
 from rl.commands.doctor import configuration, machine
 from rl.commands.doctor.main import main
-from rl.config.command_line import load_config_or_exit
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
 from rl.system import linux
-from tests.commands.driver import called, words
+from tests.commands.driver import called
+from tests.flags import made
 
 
 def levels(checks):
@@ -184,13 +184,9 @@ def test_a_place_that_cannot_be_written(tmp_path):
 # A configuration ----------------------------------------------------------------------------------
 
 
-def config_of(tmp_path, *flags) -> RLConfig:
-    return load_config_or_exit(
-        [
-            *words(f"--output_dir {tmp_path} --name x --orchestrator.environment.id none"),
-            *flags,
-        ]
-    )[0]
+def config_of(tmp_path, *more) -> RLConfig:
+    line = f"--output_dir {tmp_path} --name x --orchestrator.environment.id none"
+    return made(line, *more)
 
 
 def test_run_directory_devices_and_network(tmp_path, monkeypatch):
@@ -207,7 +203,7 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     assert "continue that run with --resume" in configuration.run_directory(config).text
     assert configuration.division(config).level == "ok"
     assert [check.level for check in configuration.exposed(config)] == ["ok"]
-    wide = config_of(tmp_path, *words("--trainer.cpus 4096 --inference.host 0.0.0.0"))
+    wide = config_of(tmp_path, "--trainer.cpus 4096 --inference.host 0.0.0.0")
     assert (
         configuration.division(wide).level == "FAIL"
         and "trainer.cpus = 4096 there are " in configuration.division(wide).text
@@ -246,7 +242,7 @@ def test_wandb_knows_who_we_are(tmp_path, monkeypatch):
 
 def test_sizes_of_a_model(tmp_path, monkeypatch):
     model = make_tiny_model(tmp_path / "tiny")
-    config = config_of(tmp_path, "--model.name", str(model))
+    config = config_of(tmp_path, f"--model.name {model}")
     found = list(configuration.sizes(config, model))
     assert [check.name for check in found] == ["memory", "disk"] and found[1].level == "ok"
     assert found[0].text.startswith("0M weights need about 4 GiB on a CPU; ")
@@ -263,9 +259,9 @@ def test_faults_of_the_command_line(tmp_path, capsys, monkeypatch):
             "name under outputs/",
         ),
         (["x.toml"], "write files as `@ FILE`: rl doctor @ x.toml"),
-        (["nowhere", "--seed", "1"], "give only RUN"),
-        (words("--parity x --dtype int8"), "--dtype int8: give float32 or bfloat16"),
-        (["--sed", "1"], "did you mean seed?"),
+        (["nowhere", "--seed 1"], "give only RUN"),
+        (["--parity x --dtype int8"], "--dtype int8: give float32 or bfloat16"),
+        (["--sed 1"], "did you mean seed?"),
     ]:
         code, _, err = called(capsys, "doctor", *args)
         assert code == 2 and err.startswith("rl doctor: ") and said in err

@@ -25,25 +25,27 @@ from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import ScoredToken
 from rl.wire.worker_messages import Ready
-from tests.commands.driver import ENVIRONMENTS, words
+from tests.commands.driver import ENVIRONMENTS
 from tests.families import UNTIED
+from tests.flags import flags, made
 
 pytestmark = pytest.mark.usefixtures("classic_home")  # the doctor makes none
 DOCTOR = [sys.executable, "-m", "rl.main", "doctor"]
 
 
 def doctor(*args, **options):
-    return subprocess.run([*DOCTOR, *args], capture_output=True, text=True, timeout=280, **options)
+    return subprocess.run(
+        [*DOCTOR, *flags(*args)], capture_output=True, text=True, timeout=280, **options
+    )
 
 
 @pytest.mark.proof
 def test_a_configuration_and_the_smoke(tmp_path):
     """All that is asked before a run, at once."""
     model = make_tiny_model(tmp_path / "tiny")
-    flags = {"model.name": model, "model.dtype": "float32", "model.max_model_len": 256, "name": "x"}
-    flags |= {"orchestrator.environment.id": "say-digit", "orchestrator.sampling.max_tokens": 8}
-    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    found = doctor(*words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ENVIRONMENTS)})
+    line = f"--model.name {model} --model.dtype float32 --model.max_model_len 256 --name x"
+    played = "--orchestrator.environment.id say-digit --orchestrator.sampling.max_tokens 8"
+    found = doctor(line, played, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ENVIRONMENTS)})
     assert found.returncode == 0, found.stdout + found.stderr
     lines = {
         line[6:18].strip(): line[19:]
@@ -66,12 +68,10 @@ def test_a_configuration_and_the_smoke(tmp_path):
 
 
 def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
-    flags = {
-        "model": {"name": "./nowhere"},
-        "orchestrator": {"environment": [{"id": "no-such-env"}]},
-        "inference": {"vllm": {"x": 1}},
-    }
-    config = RLConfig.model_validate(flags | {"output_dir": str(tmp_path), "name": "x"})
+    config = made(
+        "--model.name ./nowhere --orchestrator.environment.id no-such-env --inference.vllm.x 1",
+        f"--output_dir {tmp_path} --name x",
+    )
     (tmp_path / "check.py").write_text(
         "print('INFO vllm'); print('inference.vllm.x = 1: no such argument'); raise SystemExit(1)"
     )
@@ -95,9 +95,7 @@ def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
 def test_a_home_that_is_not_there_is_not_made(tmp_path, children, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
     monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "homes"))
-    config = RLConfig.model_validate(
-        {"orchestrator": {"environment": [{"id": "say-digit"}, {"id": "ada/hello@1.0"}]}}
-    )
+    config = made('--orchestrator.environment ["say-digit","ada/hello@1.0"]')
     found = [
         check.text
         for check in configuration.environments(config, None, tmp_path, children)
@@ -152,7 +150,7 @@ def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monke
     model = make_tiny_model(tmp_path / "tiny")
     dies = [sys.executable, "-c", "print('libgomp is missing'); raise SystemExit(5)"]
     monkeypatch.setattr("rl.launch.roles.command", lambda *_: dies)
-    config = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "none"}]}})
+    config = made("--orchestrator.environment.id none")
     found = smoke.trainer_smoke(config, model, tmp_path, children)
     assert (found.level, found.text) == (
         "FAIL",
@@ -177,14 +175,8 @@ def test_a_child_that_does_not_end(tmp_path, children):
 
 
 def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
-    settings = {
-        "name": "y",
-        "output_dir": "elsewhere",
-        "orchestrator": {"environment": [{"id": "none"}]},
-    }
-    config = RLConfig.model_validate(
-        settings | {"trainer": {"weights": {"dir": str(tmp_path / "shm")}}}
-    )
+    weights = f"--trainer.weights.dir {tmp_path}/shm --orchestrator.environment.id none"
+    config = made("--name y --output_dir elsewhere", weights)
     root = tmp_path / "outputs" / "x"  # it was moved there, its weights were not
     (tmp_path / "shm" / "y" / "000003").mkdir(parents=True)
     write_file(root / "config.toml", to_toml(config).encode())
@@ -206,13 +198,7 @@ def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
 
 
 def test_an_end_that_may_be_of_a_fault_is_a_warning(tmp_path, capsys):
-    config = RLConfig.model_validate(
-        {
-            "name": "x",
-            "output_dir": str(tmp_path),
-            "orchestrator": {"environment": [{"id": "none"}]},
-        }
-    )
+    config = made(f"--name x --output_dir {tmp_path} --orchestrator.environment.id none")
     write_file(tmp_path / "x" / "config.toml", to_toml(config).encode())
     for kind, said in (
         ("doubtful", "warn  the run ended at step 0 of 100: why"),
@@ -227,9 +213,7 @@ def test_an_end_that_may_be_of_a_fault_is_a_warning(tmp_path, capsys):
 
 def test_parity_of_a_model(tmp_path):
     model = make_tiny_model(tmp_path / "model", UNTIED)
-    found = doctor(
-        *words(f"--parity {model} --dtype float32 --tokens 24 --model.max_model_len 256"),
-    )
+    found = doctor(f"--parity {model} --dtype float32 --tokens 24 --model.max_model_len 256")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
     assert (
@@ -261,8 +245,3 @@ def test_a_parity_that_passes_above_its_limit_says_why(capsys):
     assert (
         report("bfloat16", [ScoredToken(i, 1.0 - 0.3 * (i % 2), 0.1) for i in range(9)], None) == 1
     )
-
-
-def test_parity_of_a_model_that_is_not_there():
-    found = doctor("--parity", "./nowhere")
-    assert found.returncode == 1 and "no such folder" in found.stderr

@@ -10,7 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -30,8 +29,8 @@ from rl.orchestrator.tasks.task_source import MEMORY, UNPLAYED, EnvTasks, TaskRe
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics, source_files
 from rl.run_dir.origin import BranchOrigin
-from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import RoleStatus, RunWarning
+from rl.run_dir.paths import numbered
+from rl.run_dir.status import RoleStatus
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.functions import UserFunction
@@ -76,10 +75,10 @@ class KilledError(BaseException):
 class Dying:
     """Replaces faults.FaultPlan: the process dies at the k-th point that is reached."""
 
-    def __init__(self, points: int):
+    def __init__(self, points):
         self.left = points
 
-    def reach(self, name: str) -> None:
+    def reach(self, name):
         self.left -= 1
         if self.left == 0:
             raise KilledError(name)
@@ -91,15 +90,15 @@ class Nothing:
     lost: dict[str, str] = {}
     current = RoleStatus()
 
-    def __init__(self) -> None:
-        self.warned: dict[tuple[str, str], str] = {}
+    def __init__(self):
+        self.warned = {}
 
-    def warn(self, warning: RunWarning) -> None:
+    def warn(self, warning):
         self.warned[warning.about, warning.env] = warning.text
 
-    def advance(self, count: int = 1) -> None: ...
+    def advance(self, count=1): ...
 
-    def enter(self, phase: object, step: int, detail: str, **counts: object) -> None:
+    def enter(self, phase, step, detail, **counts):
         self.counts, self.detail = counts, detail
 
 
@@ -107,7 +106,7 @@ class World:
     """A run whose orchestrator is restarted several times, and what it is known to have
     finished."""
 
-    def __init__(self, root: Path, dice: random.Random, *more: str, max_lag: int = 1):
+    def __init__(self, root, dice, *more, max_lag=1):
         envs = '[{id = "a", weight = 2.0, difficulty = {}}, {id = "b"}]'
         flags = (
             f"--max_steps {STEPS} --max_lag {max_lag} --orchestrator.batch_size 4 "
@@ -116,12 +115,12 @@ class World:
         self.config = run_config(root, flags, *more, env=envs)
         self.run_dir, self.dice = self.config.run_dir, dice
         self.published, self.nonces, self.missing, self.surplus = 0, 0, 0, 0
-        self.durable: dict[float, Group] = {}
-        self.asked: dict[float, Group] = {}
-        self.late: set[int] = set()
+        self.durable = {}
+        self.asked = {}
+        self.late = set()
         """Groups that finished after their tasks had been given back."""
 
-    def orchestrator(self) -> Orchestrator:
+    def orchestrator(self):
         pool = Nothing()
         evaluator = Evaluator(self.config, pool, {}, StepClock())
         policy = ServedPolicy(pool, self.run_dir, "/base", evaluator, pool)
@@ -137,12 +136,12 @@ class World:
         evaluator.clock.start()
         return one
 
-    def started(self) -> Orchestrator:
+    def started(self):
         one = self.orchestrator()
         now(one.pipeline.restore())
         return one
 
-    def live(self, points: int) -> None:
+    def live(self, points):
         """Runs one process until the run is over or the process dies at the given point."""
         clean_leftovers(*self.run_dir.folders)
         faults.plan = Dying(points) if points else None
@@ -165,7 +164,7 @@ class World:
         finally:
             faults.plan = None
 
-    def play(self, one: Orchestrator) -> None:
+    def play(self, one):
         """Groups start as admission lets them, some finish, and the trainer publishes."""
         while envs := one.admission.eligible(
             one.admission.places(one.pipeline.pending.groups), one.batches_ahead()
@@ -207,7 +206,7 @@ class World:
             one.policy.loaded = self.published
             one.cancel_stale()
 
-    def group(self, ref, version: int) -> Group:
+    def group(self, ref, version):
         self.nonces += 1
         metrics, turns = {"nonce": float(self.nonces)}, [turn(version=version)]
         rollouts = [
@@ -218,7 +217,7 @@ class World:
             rollouts[1].error, rollouts[1].cause = "failed", "environment"
         return Group(group_id=ref.group_id, env=ref.env, task=ref.task, rollouts=rollouts)
 
-    def rewarded(self, ref: TaskRef, *rewards: float) -> Group:
+    def rewarded(self, ref, *rewards):
         group = self.group(ref, 0)
         for rollout, reward in zip(group.rollouts, rewards, strict=True):
             rollout.reward, rollout.error, rollout.cause = reward, None, None
@@ -228,7 +227,7 @@ class World:
 class NoTask:
     """A member of a group in flight."""
 
-    def cancel(self) -> None: ...
+    def cancel(self): ...
 
 
 def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_path):
@@ -269,7 +268,7 @@ def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path)
     }
     groups = [world.rewarded(ref, 0.0, 1.0) for ref in refs[1:]]
 
-    async def loop() -> None:
+    async def loop():
         taking = asyncio.create_task(one.take_in())
         one.played += groups
         for told in (lambda: None, lambda: one.lose_env("b", "it died")):
@@ -282,7 +281,7 @@ def test_a_batch_that_waited_for_a_lost_environment_is_made_without_it(tmp_path)
             )
         taking.cancel()
 
-    numbers: list[tuple[int, int, str]] = []
+    numbers = []
     asyncio.run(loop())
     # Groups count only once all that started earlier have finished.
     assert numbers == [
@@ -317,7 +316,7 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
     played anything with the mended one."""
     world = World(tmp_path, random.Random(0))
 
-    def play(one: Orchestrator, *rewards: float) -> None:
+    def play(one, *rewards):
         now(one.pipeline.add([world.rewarded(one.source.next(["a"]), *rewards)]))
         now(one.pipeline.commit_full_batches())
 
@@ -356,28 +355,28 @@ def test_the_batch_that_a_branch_begins_with_is_none_of_its_own_numbers(tmp_path
             path.unlink(missing_ok=True)
 
 
-def ref_of(group: Group) -> TaskRef:
+def ref_of(group):
     return TaskRef(group.group_id, group.env, group.task)
 
 
-def nonce(group: Group) -> float:
+def nonce(group):
     return group.rollouts[0].metrics["nonce"]
 
 
-def batch_of(run_dir: RunDir, step: int) -> Any:
+def batch_of(run_dir, step):
     return decode_batch(run_dir.batch(step).read_bytes(), "x")
 
 
-def lines_of(run_dir: RunDir, step: int) -> list[dict]:
+def lines_of(run_dir, step):
     return [json.loads(line) for line in run_dir.rollouts(step).read_bytes().splitlines()]
 
 
-def finished_groups(run_dir: RunDir) -> tuple[list[Group], list[str]]:
+def finished_groups(run_dir):
     records, remarks = read_records(run_dir.pending)
     return [record for record in records if isinstance(record, Group)], remarks
 
 
-def waiting_ids(run_dir: RunDir) -> list[int]:
+def waiting_ids(run_dir):
     """Returns the finished groups of pending.log, which has two rollouts of each."""
     lines = [json.loads(line) for line in waiting_lines(run_dir.pending).splitlines()]
     assert not any(line["trained"] or line["step"] for line in lines)
@@ -392,7 +391,7 @@ def waiting_ids(run_dir: RunDir) -> list[int]:
     return [line["group_id"] for line in lines if line["rollout_id"] == 0]
 
 
-def check(world: World) -> None:
+def check(world):
     """Checks what is guaranteed whatever deaths there were."""
     run_dir = world.run_dir
     assert (

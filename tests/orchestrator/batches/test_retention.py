@@ -17,10 +17,10 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbers
 from rl.trainer.sft.rows import DataSource, files_of, json_rows
 from rl.wire.batch_file import check_rollouts, remove_rollouts, write_rollouts
-from tests.launch.test_repair import checkpoint
+from tests.launch.long_run import make_checkpoint
 
 
-def made(root: Path, checkpoints=(), steps=12) -> RunDir:
+def made(root, checkpoints=(), steps=12):
     run_dir = RunDir(root, root / "weights")
     run_dir.batches.mkdir()
     run_dir.rollouts_dir.mkdir()
@@ -116,7 +116,7 @@ LINE = (
 
 
 @pytest.fixture
-def compressed(tmp_path, monkeypatch) -> RunDir:
+def compressed(tmp_path, monkeypatch):
     """Five steps, of which the oldest three are compressed, although the process died after the
     commit of step 4."""
     monkeypatch.setattr("rl.orchestrator.batches.batch_files.PLAIN_STEPS", 2)
@@ -168,7 +168,7 @@ def test_damage_of_a_compressed_file_is_found(compressed):
 
 
 def test_compressed_rollouts_go_with_their_steps(compressed):
-    checkpoint(compressed, 1)
+    make_checkpoint(compressed, 1)
     away = compressed.discard_after(2)
     assert sorted(path.name for path in (away / "rollouts").glob("*.gz")) == [
         "000003.jsonl.gz"

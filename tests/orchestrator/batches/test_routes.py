@@ -16,14 +16,14 @@ from tests.orchestrator.made import turn
 WIDTH = 4
 
 
-def routes(ids: list[int], salt: int = 0) -> bytes:
+def routes(ids, salt=0):
     """Four bytes for each token but the last, which tell all tokens up to it."""
     return b"".join(
         crc32(bytes(ids[: place + 1]), salt).to_bytes(4) for place in range(len(ids) - 1)
     )
 
 
-def samples_of(turns: Turns) -> list:
+def samples_of(turns):
     stored = msgspec.msgpack.decode(msgspec.msgpack.encode(Rollout(turns=turns)), type=Rollout)
     return [*group_samples(Group(group_id=0, env="e", task=0, rollouts=[stored], advantages=[1.0]))]
 

@@ -21,6 +21,7 @@ from rl.wire.rollouts import Drawn, Group, Rollout
 from rl.wire.turns import Turns
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests import steady
+from tests.envs.stub_policy import worker_of
 from tests.orchestrator import light_worker
 from tests.orchestrator.made import run_config, turn
 from tests.orchestrator.stub_inference import StubInference
@@ -50,10 +51,7 @@ def sent(env, order):
         played = msgspec.msgpack.decode(data, type=FromWorker)
         messages.append(([rollout.episode for rollout in played.rollouts], played.unfinished))
 
-    worker = SimpleNamespace(setup=SimpleNamespace(retries=0), env=env, plays={})
-    worker.play_once = lambda *args: Worker.play_once(worker, *args)
-    worker.play_with_retries = lambda *args: Worker.play_with_retries(worker, *args)
-    steady.run(Worker.play(worker, order, SimpleNamespace(send=send)))
+    steady.run(Worker.play(worker_of(env), order, SimpleNamespace(send=send)))
     return messages
 
 

@@ -48,7 +48,7 @@ class World:
         self.client = InferenceServers([], status, 3.0)
         self.told = told
 
-        async def tell(server_set: ServerSet) -> None:
+        async def tell(server_set):
             told.append(server_set)
             self.client.follow(server_set)
 
@@ -60,12 +60,12 @@ class World:
             tell,
         )
 
-    async def add(self, name: str, version: int = 0, **options) -> StubServer:
+    async def add(self, name, version=0, **options):
         return await self.stack.enter_async_context(
             StubServer(version, status=self.run_dir.status(name), **options)
         )
 
-    async def load(self, number: int) -> float:
+    async def load(self, number):
         """Returns the seconds that it took."""
         began = time.monotonic()
         await self.policy.load(self.policy.versions[number])

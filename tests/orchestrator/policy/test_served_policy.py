@@ -20,7 +20,7 @@ from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
 from rl.wire.worker_messages import ServerSet
-from tests.launch.test_repair import version as write_version
+from tests.launch.long_run import make_version
 from tests.orchestrator.made import run_config, turn
 
 
@@ -199,7 +199,7 @@ def test_what_inference_refuses(world, monkeypatch):
     ):
         asyncio.run(policy.load(policy.versions[4]))
     # intact: of another model, or for another kind of server, which no repair would fix
-    write_version(config.run_dir, 5)
+    make_version(config.run_dir, 5)
     with pytest.raises(
         RefusedError, match="000005: inference refused version 5: tensor w is damaged"
     ):

@@ -23,11 +23,14 @@ from tests.trainer.samples import make_sample
 from tests.waiting import until
 
 
+def requests_of(run_dir):
+    nothing = SimpleNamespace()
+    return TrainerRequests(run_dir, SimpleNamespace(final=5), nothing, nothing, 0)
+
+
 def test_a_trainer_that_is_ahead_of_a_lowered_max_steps_has_ended(tmp_path):
     run_dir = RunDir(tmp_path, tmp_path / "weights")
-    requests = TrainerRequests(
-        run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0
-    )
+    requests = requests_of(run_dir)
     run_dir.checkpoint(4).mkdir(parents=True)
     assert not requests.trainer_has_ended()  # it died before its last checkpoint, and comes again
     run_dir.checkpoint(10).mkdir()
@@ -41,9 +44,7 @@ def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats
     monkeypatch.setattr(trainer_requests, "DEAD_S", 0.2)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.checkpoint(5).mkdir(parents=True)
-    requests = TrainerRequests(
-        run_dir, SimpleNamespace(final=5), SimpleNamespace(), SimpleNamespace(), 0
-    )
+    requests = requests_of(run_dir)
     for beat in range(8):
         write_status(run_dir.status("trainer"), RoleStatus(heartbeat=clock + beat))
         assert not requests.trainer_has_ended()
@@ -59,13 +60,13 @@ def test_a_batch_that_is_played_for_long_is_not_the_trainers_fault(tmp_path):
         RunDir(tmp_path, tmp_path / "weights"), progress, SimpleNamespace(), status, 0
     )
 
-    async def play(num_groups: int) -> None:
+    async def play(num_groups):
         for _ in range(num_groups):
             await asyncio.sleep(0.15)
             status.progress += 8
             await progress.notify()
 
-    async def main() -> None:
+    async def main():
         playing = asyncio.create_task(play(6))
         with pytest.raises(RunError, match="waited 0 s for version 1"):
             await requests.wait_for_trainer(lambda: status.progress > 48, "version 1", 0.2)

@@ -61,6 +61,10 @@ def running(settings, model):
         lease.close()
 
 
+def content_of(settings, step):
+    return decode_batch(settings.run_dir.batch(step).read_bytes(), "")
+
+
 def settings_of(path, model, *lines, **more):
     return config(write(path / "r.jsonl", *lines), model, orchestrator__batch_size=4, **more)
 
@@ -77,7 +81,7 @@ def test_batches_have_whole_tasks_in_the_order_of_the_file(tmp_path, model):
     for group in groups:
         credit_group(group, Rules())
     for step, used in ((1, groups[:2]), (2, [groups[3], groups[5]])):
-        content = decode_batch(settings.run_dir.batch(step).read_bytes(), "")
+        content = content_of(settings, step)
         assert content.batch.samples == [
             sample for group in used for sample in group_samples(group)
         ]
@@ -229,7 +233,7 @@ def test_rollouts_of_a_later_version_belong_to_a_branch(tmp_path, model):
         assert (run.first, run.progress.newest, run.progress.final) == (3, 3, 5)
         run.commit(4)
         run.commit(5)
-    assert decode_batch(settings.run_dir.batch(5).read_bytes(), "").batch.step == 5
+    assert content_of(settings, 5).batch.step == 5
 
 
 @pytest.mark.parametrize(
@@ -265,7 +269,7 @@ def test_credit_over_the_batch_needs_no_groups(tmp_path, model):
     )
     with running(settings, model) as run:
         run.commit(1)
-    batch = decode_batch(settings.run_dir.batch(1).read_bytes(), "").batch
+    batch = content_of(settings, 1).batch
     assert [sample.advantages[-1] for sample in batch.samples] == pytest.approx(
         [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5]
     )
@@ -281,9 +285,9 @@ def test_rollouts_without_logprobs_have_no_ratio(tmp_path, model):
         "2 of 2 recorded rollouts do not say which version ",
         "2 of 2 recorded rollouts have no log-probabilities",
     ]
-    state = decode_state(decode_batch(settings.run_dir.batch(1).read_bytes(), "").state)
+    state = decode_state(content_of(settings, 1).state)
     assert state.metrics["lag/max"] == 0 and state.metrics["rollouts/trained"] == 2
-    samples = decode_batch(settings.run_dir.batch(1).read_bytes(), "").batch.samples
+    samples = content_of(settings, 1).batch.samples
     assert all(math.isnan(sample.logprobs[-1]) and sample.versions[0] == -1 for sample in samples)
 
 

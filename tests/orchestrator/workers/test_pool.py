@@ -304,7 +304,7 @@ def test_a_long_temporary_folder_has_no_sockets(tmp_path, monkeypatch):
             folder.mkdir()
             monkeypatch.setattr(tempfile, "tempdir", str(folder))
 
-            async def address() -> Path:
+            async def address():
                 pool = WorkerPool(tmp_path / "logs")
                 try:
                     with socket.socket(socket.AF_UNIX) as inference:

@@ -18,7 +18,7 @@ from tests.orchestrator.made import worker_setup
 GARBAGE = [b"garbage", b"", b"\x91" * 5000, b"\x82\xa4type\xaaLone\x85", b"\xdd\xff\xff\xff\xff"]
 
 
-def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> PoolWorker:
+def sleeping_worker(pool, name):
     """Adds a worker to the pool whose process only sleeps."""
     child = start(
         name,
@@ -26,13 +26,12 @@ def sleeping_worker(pool: WorkerPool, name: str, marker: str = "") -> PoolWorker
         dict(os.environ),
         pool.log_dir / "log",
         new_session=False,
-        marker=marker,
     )
     pool.workers[f"{name}-0"] = PoolWorker(worker_setup(name), child)
     return pool.workers[f"{name}-0"]
 
 
-async def told(pool: WorkerPool, count: int) -> None:
+async def told(pool, count):
     while pool.rejected.count < count:
         await asyncio.sleep(0.01)
 
@@ -45,7 +44,7 @@ def brief_ends(monkeypatch):
 
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_a_worker_that_sends_garbage_is_ended_and_the_others_are_heard(tmp_path, garbage):
-    async def main() -> tuple[int | None, str, int, bool]:
+    async def main():
         pool = WorkerPool(tmp_path)
         streams = {}
         try:
@@ -86,7 +85,7 @@ def test_no_worker_has_the_pool_keep_more_than_one_message(tmp_path, announced):
     """A worker that sends endlessly is killed before the pool has read any of it. Before, the
     pool took 617 MiB."""
 
-    async def main() -> tuple[str, int, int]:
+    async def main():
         pool, grown = WorkerPool(tmp_path), 0
         worker = sleeping_worker(pool, "a")
         before = psutil.Process().memory_info().rss
@@ -120,10 +119,9 @@ def test_nobody_has_the_pool_keep_messages_by_connecting_often(tmp_path):
     """Regression: 20 connections with half a message each took 160 MiB, whether a worker's name
     was given or another."""
 
-    async def main() -> int:
+    async def main():
         pool, streams = WorkerPool(tmp_path), []
-        child = start("a-0", ["sleep", "60"], dict(os.environ), tmp_path / "log", new_session=False)
-        pool.workers["a-0"] = PoolWorker(worker_setup(), child)
+        sleeping_worker(pool, "a")
         before = psutil.Process().memory_info().rss
         try:
             for name in [b"a-0", b"nobody"] * 10:

@@ -11,39 +11,39 @@ import pytest
 from rl.orchestrator.workers.worker_sandbox import sandbox_of, view
 from rl.system import sandbox
 from rl.system.errors import RunError
-from rl.wire.worker_messages import PolicySpec, WorkerSetup
+from rl.wire.worker_messages import PolicySpec
 from tests.orchestrator.made import worker_setup
 
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
 
-def setup_of(python: str = "", model: str = "", read: tuple[str, ...] = (), **env) -> WorkerSetup:
+def setup_of(python="", model="", read=(), **env):
     place = {"read": [*read], "orchestrator": "/nowhere/pool"}
     return worker_setup(
         "env", policy=PolicySpec(model_path=model), python=python, sandbox=True, **place, **env
     )
 
 
-def box_of(run_dir: Path, *arguments: str, **given) -> sandbox.Sandbox:
+def box_of(run_dir, *arguments, **given):
     return sandbox_of(
         setup_of(*arguments, **given), write(Path.home().parent / "setup.json"), run_dir
     )
 
 
-def inside(box: sandbox.Sandbox, script: str) -> str:
+def inside(box, script):
     return subprocess.run(
         box.wrap(["/bin/sh", "-c", script]), capture_output=True, text=True, timeout=30
     ).stdout
 
 
-def write(path: Path, text: str = "text") -> Path:
+def write(path, text="text"):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
 @pytest.fixture
-def work(tmp_path, monkeypatch) -> Path:
+def work(tmp_path, monkeypatch):
     """The working directory, in a home directory with a secret and a sibling; `run` is the run
     directory."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -60,7 +60,7 @@ def work(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def run(work) -> Path:
+def run(work):
     return work / "outputs/run"
 
 

@@ -7,34 +7,34 @@ import pytest
 
 from rl.orchestrator.workers.validate_played import validate_played
 from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import MAX_NAME, Rollout, Split, Turn, unfit
+from rl.wire.rollouts import MAX_NAME, Rollout, unfit
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet
 from tests.orchestrator import light_worker, made
 
 POLICY = PolicySpec(max_model_len=8, vocab_size=10)
 
 
-def turn(prompt=(1, 2), completion=(9, 3), **changes) -> Turn:
+def turn(prompt=(1, 2), completion=(9, 3), **changes):
     return made.turn(prompt, completion, 4, **{"logprobs": [-1.0, 0.0]} | changes)
 
 
-def of(**changes) -> dict:
+def of(**changes):
     return {"turns": [turn(**changes)]}
 
 
-def rollouts(count: int = 3, **changes: object) -> list[Rollout]:
+def rollouts(count=3, **changes):
     return [
         Rollout(turns=[turn()], episode=i, reward=0.5, metrics={"a": 1.0}) for i in range(count - 1)
     ] + [msgspec.structs.replace(Rollout(turns=[turn()], episode=count - 1), **changes)]
 
 
 def judged(
-    played: list[Rollout],
-    unfinished: int = 0,
-    finished: set[int] = frozenset(),
-    newest: int = 4,
-    split: Split = "train",
-) -> str:
+    played,
+    unfinished=0,
+    finished=frozenset(),
+    newest=4,
+    split="train",
+):
     """Returns why the message is rejected."""
     order, server_set = (
         PlayGroup(7, split, 0, 3, {}, 0, sorted(finished)),

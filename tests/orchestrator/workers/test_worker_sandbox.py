@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
@@ -18,7 +17,7 @@ from rl.orchestrator.workers.worker_sandbox import WorkerSandbox
 from rl.system import sandbox
 from rl.system.errors import RunError
 from rl.system.sandbox import innermost
-from rl.wire.worker_messages import PolicySpec, WorkerSetup
+from rl.wire.worker_messages import PolicySpec
 from tests.interpreters import interpreter
 from tests.orchestrator import light_worker
 from tests.orchestrator.made import worker_setup
@@ -82,7 +81,7 @@ def inside(worker):
     return psutil.Process(innermost([worker.child.pid])[worker.child.pid])
 
 
-def setup_of(pool: WorkerPool, model: Path, status: Path, python: str = "", **env) -> WorkerSetup:
+def setup_of(pool, model, status, python="", **env):
     policy = PolicySpec(
         model_path=str(model), max_model_len=1024, inference_status=str(status.absolute())
     )
@@ -198,7 +197,7 @@ def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
     for name in ("JUDGE_KEY", "OTHER_KEY"):
         monkeypatch.setenv(name, "secret")
 
-    async def number(_: web.Request) -> web.Response:
+    async def number(_):
         return web.Response(text="7")
 
     async def main(address):
