@@ -21,6 +21,7 @@ from rl.cluster.identity import index_of
 from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
 from rl.system.errors import RunError
+from tests.cluster import configs
 
 VERSION = "1.37"
 """Of Kubernetes, whose schemas `kubernetes-validate` has. That of JobSets is made from the
@@ -50,13 +51,8 @@ def run_config(cluster: dict[str, Any], **settings: Any) -> RLConfig:
     given = {"image": "registry.example/rl:1", "volume_claim": "runs"} | cluster.get(
         "kubernetes", {}
     )
-    tables = {
-        "cluster": cluster | {"engine": "kubernetes", "kubernetes": given},
-        "output_dir": "/outputs",
-        "name": "Qwen3_Maths.v2",
-    }
-    tables["orchestrator"] = {"environment": [{"id": "primeintellect/gsm8k"}]}
-    return RLConfig.model_validate(tables | settings)
+    cluster = cluster | {"engine": "kubernetes", "kubernetes": given}
+    return configs.run_config(Path("/outputs"), cluster, **{"name": "Qwen3_Maths.v2"} | settings)
 
 
 def rendered(cluster: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

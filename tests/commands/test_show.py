@@ -14,24 +14,14 @@ from rl.wire.pending import encoded
 from rl.wire.rollouts import Group, Rollout
 from tests import jsonl
 from tests.commands.driver import called
+from tests.diagnosis import test_rollouts
 from tests.orchestrator.made import turn
 
 
 def row(step, group, reward, why=None):
-    fields = {
-        "step": step,
-        "env": "adder",
-        "task": group,
-        "group_id": group,
-        "rollout_id": 0,
-        "trained": why is None,
-        "why": why,
-    }
-    return fields | {
-        "messages": [{"role": "assistant", "content": f"\x1b[1mgroup {group}"}],
-        "reward": reward,
-        "metrics": {"m": -reward},
-    }
+    said = [{"role": "assistant", "content": f"\x1b[1mgroup {group}"}]
+    about = {"step": step, "env": "adder", "task": group, "messages": said}
+    return test_rollouts.row(group, reward, why, **about, metrics={"m": -reward})
 
 
 @pytest.fixture

@@ -51,14 +51,8 @@ def start_vllm(config: Any) -> Iterator[None]:
 def config_of(folder: Path, dtype: str, experts_apart: bool, size: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    arguments = {
-        "model": str(folder),
-        "dtype": dtype,
-        "max_model_len": 256,
-        "skip_tokenizer_init": True,
-        "enforce_eager": True,
-    }
-    config = EngineArgs(**arguments).create_engine_config()
+    arguments = {"max_model_len": 256, "skip_tokenizer_init": True, "enforce_eager": True}
+    config = EngineArgs(model=str(folder), dtype=dtype, **arguments).create_engine_config()
     config.parallel_config.enable_expert_parallel = experts_apart
     config.parallel_config.tensor_parallel_size = size
     return config
@@ -157,10 +151,8 @@ def compare(case: dict[str, Any], rank: int, config: Any) -> None:
     fresh = held(model_of(new, config))
     for road in case["roads"]:
         model = model_of(old, config)
-        before, places = (
-            held(model),
-            {name: tensor.data_ptr() for name, tensor in model.named_parameters()},
-        )
+        before = held(model)
+        places = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
         load(road, model, new, config)
         after = held(model)
         differing = [
@@ -174,17 +166,9 @@ def compare(case: dict[str, Any], rank: int, config: Any) -> None:
         stale = [
             name for name in fresh if name.endswith("()") and torch.equal(fresh[name], before[name])
         ]
-        found = {
-            "case": case["name"],
-            "rank": rank,
-            "road": road,
-            "moved": len(moved),
-        }
-        print(
-            "FOUND",
-            json.dumps(found | {"differing": differing, "equal before": stale, "held": len(fresh)}),
-            flush=True,
-        )
+        found = {"case": case["name"], "rank": rank, "road": road, "moved": len(moved)}
+        found |= {"differing": differing, "equal before": stale, "held": len(fresh)}
+        print("FOUND", json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -223,26 +223,14 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
     )
     gpt2.save_pretrained(tmp_path / "gpt2")
     old, seeing = make_old_model(tmp_path / "old", "gpt2"), make_seeing_model(tmp_path / "seeing")
-    for base, adapter in [
-        (old, make_adapter(old, tmp_path / "on-old", 3, ["c_attn"], fan_in_fan_out=True)),
-        (seeing, make_adapter(seeing, tmp_path / "on-seeing", 4, ["q_proj", "out_proj"])),
-        (
-            versions[0],
-            make_adapter(
-                versions[0], tmp_path / "rooted", 1, ["q_proj", "down_proj"], use_rslora=True
-            ),
-        ),
-        (
-            tmp_path / "gpt2",
-            make_adapter(
-                tmp_path / "gpt2",
-                tmp_path / "on-gpt2",
-                2,
-                ["c_attn", "c_proj"],
-                fan_in_fan_out=True,
-            ),
-        ),
+    turned, rooted = {"fan_in_fan_out": True}, {"use_rslora": True}
+    for base, targets, settings in [
+        (old, ["c_attn"], turned),
+        (seeing, ["q_proj", "out_proj"], {}),
+        (versions[0], ["q_proj", "down_proj"], rooted),
+        (tmp_path / "gpt2", ["c_attn", "c_proj"], turned),
     ]:
+        adapter = make_adapter(base, tmp_path / f"on-{base.name}", 3, targets, **settings)
         read = read_adapter(adapter)
         check_adapter(read, base, read_tensors(base))
         merged = dict(merge(read, load_file(base / "model.safetensors").items(), base))
@@ -298,13 +286,7 @@ def test_adapters_of_experts_are_merged_as_peft_merges_them(family, tmp_path):
         for name in files
         if "q_proj.weight" in name or (".experts." in name and "bias" not in name)
     }
+    tensors = read_tensors(base)
+    fewer = {name: tensors[name] for name in tensors if "layers.1.mlp" not in name}
     with pytest.raises(RunError, match="has no experts' matrix for an update"):
-        check_adapter(
-            read,
-            base,
-            {
-                name: tensor
-                for name, tensor in read_tensors(base).items()
-                if "layers.1.mlp" not in name
-            },
-        )
+        check_adapter(read, base, fewer)

@@ -128,21 +128,10 @@ def test_adapters_of_a_model_that_sees_images_are_merged(tmp_path):
 
 
 def test_engine_args_report_every_fault_with_its_remedy():
-    given = {
-        "tensor_paralel_size": 2,
-        "max_model_len": 100,
-        "logprobs_mode": "raw_logprobs",
-        "max_num_seqs": "many",
-    }
-    given |= {"enforce_eager": "yes", "api_key": "a-secret"}
-    tls = {
-        "ssl_keyfile": "k",
-        "ssl-certfile": "c",
-        "ssl_ca_certs": "a",
-        "ssl_cert_reqs": 2,
-        "ssl_ciphers": "x",
-        "enable_ssl_refresh": True,
-    }
+    given = {"tensor_paralel_size": 2, "max_model_len": 100, "logprobs_mode": "raw_logprobs"}
+    given |= {"max_num_seqs": "many", "enforce_eager": "yes", "api_key": "a-secret"}
+    tls = {"ssl_keyfile": "k", "ssl-certfile": "c", "ssl_ca_certs": "a", "ssl_cert_reqs": 2}
+    tls |= {"ssl_ciphers": "x", "enable_ssl_refresh": True}
     given |= tls
     with pytest.raises(ConfigError) as error:
         parse_engine_args(given)
@@ -225,17 +214,11 @@ def test_a_version_has_what_is_trained_of_the_base_by_whatever_name(tmp_path, fa
     check_weights(tmp_path / "version", base, expected, model.config.tie_word_embeddings)
     lost = next(name for name in found if "norm" in name or "ln_" in name)
     for tensors, fault in (
-        (found.keys() - {lost}, "norm|ln_.* is missing"),
-        (found.keys() | {"mtp.fc"}, "mtp.fc is not in the model"),
+        ({name: found[name] for name in found if name != lost}, "norm|ln_.* is missing"),
+        (found | {"mtp.fc": found[lost]}, "mtp.fc is not in the model"),
     ):
         with pytest.raises(RunError, match=fault):
-            check_weights(
-                tmp_path / "version",
-                base,
-                expected,
-                True,
-                {name: found.get(name, found[lost]) for name in tensors},
-            )
+            check_weights(tmp_path / "version", base, expected, True, tensors)
 
 
 def test_the_newest_sound_version_is_served(tmp_path, capfd):
@@ -439,18 +422,9 @@ def test_what_is_staged_over_the_network_is_swapped_in_if_its_content_is_right(
         return LoadedVersion(policy_version)
 
     engine = VersionedEngine.__new__(VersionedEngine)
-    engine.engine_core, engine.read_timeout_s, engine.mirror, engine.load_lock = (
-        None,
-        60.0,
-        Mirror(),
-        asyncio.Lock(),
-    )
-    engine.content, engine.expected, engine.on_every_worker, engine.swap = (
-        "old",
-        {},
-        on_every_worker,
-        swap,
-    )
+    vars(engine).update(engine_core=None, read_timeout_s=60.0, mirror=Mirror())
+    vars(engine).update(load_lock=asyncio.Lock(), content="old", expected={})
+    vars(engine).update(on_every_worker=on_every_worker, swap=swap)
     engine.model_config = SimpleNamespace(model="base")
     with (
         pytest.raises(WeightsGoneError, match="000001: announced, but missing")

@@ -68,14 +68,9 @@ def test_several_engines_and_several_workers(tmp_path, kind):
     try:
         server.wait_ready()
         for version in (0, 1):
-            answers = [
-                server.post(
-                    "/generate", token_ids=PROMPT, sampling={"max_tokens": 8}, session=session
-                )
-                for session in range(4)
-            ]
-            for answer in answers:
-                sampled = answer_of(answer)
+            asked = {"token_ids": PROMPT, "sampling": {"max_tokens": 8}}
+            for session in range(4):
+                sampled = answer_of(server.post("/generate", **asked, session=session))
                 assert {span[0] for span in sampled["policy_versions"]} == {version}
                 assert_logprobs(server, PROMPT, sampled)
             if version == 0:

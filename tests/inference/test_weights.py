@@ -65,10 +65,8 @@ def test_a_host_without_memory_for_a_second_copy_reads_in_the_pause_and_says_so(
         {},
     )
     loader = WeightLoader()
-    loader.model_config, loader.model_runner = (
-        SimpleNamespace(model="", quantization=None),
-        SimpleNamespace(get_model=lambda: layer),
-    )
+    loader.model_config = SimpleNamespace(model="", quantization=None)
+    loader.model_runner = SimpleNamespace(get_model=lambda: layer)
     parallel = SimpleNamespace(local_world_size=2, data_parallel_size_local=1)
     plain = {"lora_config": None, "speculative_config": None}
     loader.vllm_config = SimpleNamespace(
@@ -95,14 +93,10 @@ def loaded(folder: Path, kinds: dict[str, tuple[dict, list[int], bool]]) -> None
     whether experts are apart) over another."""
     cases = []
     for name, (fields, ranks, apart) in kinds.items():
-        versions = [
-            str(make_tiny_model(folder / f"{name}-{seed}", fields, seed)) for seed in range(2)
-        ]
-        roads = ROADS[: 2 if name == "gpt_oss" else 3]  # worker.NOT_IN_PLACE
-        split = {"ranks": ranks, "size": 2, "experts_apart": apart}
-        cases.append(
-            {"name": name, "versions": versions, "dtype": "float32", "roads": roads} | split
-        )
+        models = [make_tiny_model(folder / f"{name}-{seed}", fields, seed) for seed in range(2)]
+        case = {"name": name, "versions": [*map(str, models)], "dtype": "float32"}
+        case["roads"] = ROADS[: 2 if name == "gpt_oss" else 3]  # worker.NOT_IN_PLACE
+        cases.append(case | {"ranks": ranks, "size": 2, "experts_apart": apart})
     (folder / "cases.json").write_text(json.dumps(cases))
     log = folder / "log"
     process = inference_zygote().fork("tests.inference.layers", str(folder / "cases.json"), log=log)

@@ -38,30 +38,20 @@ def of_agents(
 def test_a_reward_is_set_beside_those_that_credit_compared_it_with(tmp_path):
     """Regression: the mean was over all agents, so that the better of two solvers was said to be
     below it."""
-    mixed, equal = (
-        of_agents(1, 0.0, 8.0, 9.0, 1.0, 6.0, 9.0),
-        of_agents(2, 1.0, 5.0, 9.0, 1.0, 5.0, 7.0),
-    )
+    mixed = of_agents(1, 0.0, 8.0, 9.0, 1.0, 6.0, 9.0)
+    equal = of_agents(2, 1.0, 5.0, 9.0, 1.0, 5.0, 7.0)
     said = explained(tmp_path, [mixed, equal])
-    assert (
-        said[0] == "Trained in step 1 with advantage -0.500: its reward is below the mean of agent "
-        "solver in its group, 0.500."
-    )
-    assert (
-        said[3] == "Trained in step 1 with advantage +0.500: its reward is above the mean of agent "
-        "solver in its group, 0.500."
-    )
-    assert (
-        said[4] == "Trained in step 1 with advantage -1.000: its reward is below the mean of agent "
-        "rival in its group, 7.000."
-    )
+    for place, advantage, side, agent in (
+        (0, "-0.500", "below", "solver in its group, 0.500"),
+        (3, "+0.500", "above", "solver in its group, 0.500"),
+        (4, "-1.000", "below", "rival in its group, 7.000"),
+    ):
+        trained = f"Trained in step 1 with advantage {advantage}: its reward is {side} the mean of"
+        assert said[place] == f"{trained} agent {agent}."
     assert said[2] == "Not trained: its agent is not trained."
-    assert said[6].startswith(
-        "Not trained: all 2 rewards of agent solver in its group are 1, so no answer was better"
-    )
-    assert said[7].startswith(
-        "Not trained: all 2 rewards of agent rival in its group are 5, so no answer was better"
-    )
+    for place, agent in ((6, "solver in its group are 1"), (7, "rival in its group are 5")):
+        words = f"Not trained: all 2 rewards of agent {agent}, so no answer was better"
+        assert said[place].startswith(words)
 
 
 @pytest.mark.parametrize(

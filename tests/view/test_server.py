@@ -553,11 +553,8 @@ def test_failed_rollouts_have_no_reward_and_a_tasks_change_is_by_version(alone):
     assert means == [(1, 0.75), (2, 0.75), (3, 0.75)] and task.without_version == 3
     found = handlers.rollouts(Wanted(run="x", why="error"))
     assert (found.total, found.facets["why"]["error"]) == (9, 9)
-    assert {(row.why, row.reward) for row in found.rows} == {
-        ("environment", None),
-        ("error", 1.0),
-        ("error", 0.5),
-    }
+    shown = {("environment", None), ("error", 1.0), ("error", 0.5)}
+    assert {(row.why, row.reward) for row in found.rows} == shown
     assert handlers.rollouts(Wanted(run="x", lowest=-1.0)).total == 12  # of 15
 
 
