@@ -188,7 +188,7 @@ def test_metrics_are_those_of_the_trained_tokens(tmp_path):
         "mismatch_kl/max"
     ] == pytest.approx(kl[0], rel=1e-4)
     assert "lag_kl/mean" not in found and found["parity/tokens"] == 3
-    later = metrics_of(replace(prepared, fresh=~prepared.fresh), output)
+    later = metrics_of(replace(prepared, lag_zero=~prepared.lag_zero), output)
     assert later["lag_kl/mean"] == found["mismatch_kl/mean"] and "parity/max" not in later
 
 
