@@ -82,7 +82,7 @@ def prepare(
     """Packs a batch for this rank into minibatches, and gives each token its weight in the loss of
     its minibatch.
 
-    `mode`: how the model computes rows, see rl.trainer.model.policy.mode_of. `routers`: those of
+    `mode`: how the model computes rows, see rl.trainer.model.head.mode_of. `routers`: those of
     the model if routes are replayed; RunError is raised for routes that they cannot take.
     """
     settings, on_gpu = config.trainer, world.device.type == "cuda"
