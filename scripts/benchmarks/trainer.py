@@ -31,6 +31,7 @@ from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.model.head import score
+from rl.trainer.model.modes import is_compiled, possible_modes, set_mode
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.parallel.world import World, start_world
@@ -62,8 +63,15 @@ def load_whole(folder: str, world: World, **arguments: Any) -> PreTrainedModel:
 
 def bare_step(folder: str, config: RLConfig, world: World) -> Step:
     """As one would write it by hand for one process."""
+
+    # without the test at the start, which needs a sharded model
+    mode = possible_modes(config.trainer, world)[0]
+    compiles = is_compiled(config.trainer, mode)
     with patch.multiple(
-        "rl.trainer.model.policy", load_rows=load_whole, shard_model=lambda *_: None
+        "rl.trainer.model.policy",
+        load_rows=load_whole,
+        shard_model=lambda *_: None,
+        choose_mode=lambda model, settings, *_: set_mode(model, settings, mode, compiles),
     ):
         model = load_policy(folder, config.model, config.trainer, world).to(world.device)
     masters = [parameter.detach().clone() for parameter in model.parameters()]
@@ -133,7 +141,6 @@ def measure(
     }
     return {
         "computed_tokens": tokens,
-        "rounds": rounds,
         "ratio": round(median(ratios["step"]), 4),
         "ratio_of_cpu_time": round(median(ratios["cpu"]), 4),
         **medians,
@@ -170,7 +177,6 @@ def main() -> None:
             {
                 "cores": os.cpu_count(),
                 "threads": torch.get_num_threads(),
-                "load": os.getloadavg()[0],
                 **result,
             },
             indent=2,
