@@ -1,8 +1,7 @@
 """Pictures of the page of `rl view`, for docs/view.md: `uv run scripts/view_pictures.py RUN OTHER
 [--to docs/view]`.
 
-They show RUN, and both compared. Needs chromium, as the browser tests do. With --all every page is
-there light and dark, wide and as narrow as a phone, to be judged by eye.
+They show RUN, and both compared. Needs chromium, as the browser tests do.
 """
 
 import argparse
@@ -73,7 +72,6 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("other", type=Path)
     parser.add_argument("--to", type=Path, default=Path("docs/view"))
-    parser.add_argument("--all", action="store_true")
     given = parser.parse_args()
     given.to.mkdir(parents=True, exist_ok=True)
     command = [
@@ -101,11 +99,6 @@ def main() -> None:
                 picture(page, base, where, size, theme).save(
                     given.to / f"{name}.png", optimize=True
                 )
-                for other in SIZES if given.all else ():
-                    for colours in ("light", "dark"):
-                        picture(page, base, where, other, colours).save(
-                            given.to / f"{name}-{other}-{colours}.png"
-                        )
     finally:
         server.terminate()
         server.wait()
