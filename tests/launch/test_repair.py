@@ -85,7 +85,7 @@ def test_a_needed_batch_takes_the_later_steps_with_it(run_dir):
     assert (away / "batches" / "pending.log").read_bytes() == run_dir.pending.read_bytes()
     log = PendingLog(run_dir.pending)
     assert log.load(set(), 4) == [
-        "1 finished groups are dropped: versions after 4, which were rolled back, sampled them"
+        "1 finished groups are played on: versions after 4, which were rolled back, sampled some of their episodes"
     ]
     assert [group.group_id for group in log.groups] == [14]
     assert sorted(read_metrics(run_dir.metrics)) == [(step, "trainer") for step in range(1, 5)]

@@ -32,7 +32,7 @@ class PendingLog:
         a warning for each omission.
         """
         records, warnings = read_records(self.path)
-        self.groups, self.unfinished, num_dropped = [], {}, 0
+        self.groups, self.unfinished, num_begun_again = [], {}, 0
         self.drawn = [record for record in records if isinstance(record, Drawn)]
         for group in records:
             if isinstance(group, Group) and group.group_id not in settled:
@@ -40,14 +40,14 @@ class PendingLog:
                     group.rollouts, lambda rollout: max(rollout.versions, default=0) <= newest
                 )
                 if len(rollouts) < len(group.rollouts):
-                    num_dropped += group.finished
+                    num_begun_again += group.finished
                     group.finished, group.rollouts = False, rollouts
                 self._take(group)
         self.groups = list({group.group_id: group for group in self.groups}.values())
-        if num_dropped:
+        if num_begun_again:
             warnings.append(
-                f"{num_dropped} finished groups are dropped: versions after {newest}, which were "
-                "rolled back, sampled them"
+                f"{num_begun_again} finished groups are played on: versions after {newest}, which "
+                "were rolled back, sampled some of their episodes"
             )
         self.rewrite()
         return warnings
