@@ -1,5 +1,5 @@
-"""`rl recipe`: the list, a copy, and what a check says of runs that are written here; the proof
-trains."""
+"""`rl recipe`: what is in recipe.toml, the list, a copy, and what a check says of runs that are
+written here; the proof trains."""
 
 import shlex
 import signal
@@ -8,28 +8,42 @@ from pathlib import Path
 import pytest
 
 from rl.commands import recipe
-from rl.commands import recipe as command
-from rl.commands.recipe import run_stage
+from rl.commands.recipe import CLONE, ENVIRONMENTS, RECIPES, program, read, run_stage
 from rl.run_dir.metrics import MetricsLog
+from rl.system.errors import ConfigError
 from tests.commands.driver import called, start, words
-from tests.commands.test_recipe_file import NOT_RUN, SOUND
 from tests.waiting import until
 
 MEASURE = "eval/adding/reward_mean"
+SOUND = """
+title = "Sums"
+environments = ["adding"]
+stages = ["sft @ sft.toml", "@ run.toml"]
+measure = "eval/adding/reward_mean"
+minutes = 1.5
+machine = "two cores"
+[curves]
+steps = [0, 10, 20]
+1 = [0.1, 0.8, 0.9]
+2 = [0.2, 0.6, 1]
+"""
+CURVES = SOUND[SOUND.index("[curves]") :]
+NOT_RUN = SOUND.replace(CURVES, 'aim = "0.4 -> 0.7 (https://example.com)"\n')
 RECIPE = SOUND.replace('"sft @ sft.toml", ', '"sft @ sft.toml", "export outputs/warm --to warm", ')
-THIRD = "3 = [0.1, 0.8, 0.95]\n"
 
 
 @pytest.fixture
 def recipes(tmp_path, monkeypatch):
     """A recipe of three stages and its environment, in a place of their own."""
     folder = tmp_path / "recipes" / "sums"
-    folder.mkdir(parents=True)
+    (folder / "__pycache__").mkdir(parents=True)
+    (folder / "__pycache__" / "x.pyc").touch()
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "run.toml").write_text(
         'name = "last"\nmax_steps = 20\n[orchestrator.environment]\nid = "adding"\n'
     )
     (tmp_path / "environments" / "adding").mkdir(parents=True)
+    (tmp_path / "environments" / "adding" / "adding.py").touch()
     monkeypatch.setattr(recipe, "RECIPES", tmp_path / "recipes")
     monkeypatch.setattr(recipe, "ENVIRONMENTS", tmp_path / "environments")
     monkeypatch.chdir(tmp_path)
@@ -48,7 +62,7 @@ def stages(recipes, monkeypatch):
             log.write(step, {MEASURE: value})
         return 0
 
-    monkeypatch.setattr(command, "run_stage", run)
+    monkeypatch.setattr(recipe, "run_stage", run)
     return ran, values
 
 
@@ -101,10 +115,9 @@ rl @ run.toml
 """,
         "",
     )
-    assert (
-        Path("my sums/run.toml").read_text() == (recipes / "run.toml").read_text()
-        and Path("my sums/environments/adding").is_dir()
-    )
+    files = {path.as_posix() for path in Path("my sums").rglob("*") if path.is_file()}
+    names = ("recipe.toml", "run.toml", "environments/adding/adding.py")
+    assert files == {f"my sums/{name}" for name in names}
     assert called(capsys, "recipe", "sums")[0] == 0 and Path("sums").is_dir()
     assert called(capsys, "recipe", "sums") == (
         1,
@@ -132,12 +145,15 @@ def test_arguments_that_say_nothing(recipes, capsys, args):
     assert (code, out) == (2, "") and err.startswith("rl recipe: ") and not Path("x").exists()
 
 
-def test_an_unknown_name_and_a_damaged_file(recipes, capsys):
+def test_an_unknown_name_a_damaged_file_and_an_environment_that_is_not_there(recipes, capsys):
     assert called(capsys, "recipe", "sumz") == (
         2,
         "",
         "rl recipe: sumz: no such recipe; did you mean sums?\n",
     )
+    (recipes / "recipe.toml").write_text(RECIPE.replace('["adding"]', '["adding", "takes"]'))
+    code, _, said = called(capsys, "recipe sums --to mine")
+    assert code == 1 and "environments: there is no" in said and not Path("mine").exists()
     (recipes / "recipe.toml").write_text(RECIPE + "4 = []\n")
     for args in ([], ["sums"]):
         said = (
@@ -169,13 +185,9 @@ sums: eval/adding/reward_mean ends at 0.950; recorded: 0.900 to 1.000; needed: 0
     ]
 
 
-@pytest.mark.parametrize(
-    ("last", "third", "code"),
-    [(0.74, "", 1), (0.76, "", 0), (1.5, "", 0), (0.79, THIRD, 1), (0.81, THIRD, 0)],
-)
-def test_the_end_of_the_curve_decides(recipes, stages, capsys, last, third, code):
-    """Seeds that differ by 0.1: three of them widen their band by as much, two by 0.15."""
-    (recipes / "recipe.toml").write_text(RECIPE + third)
+@pytest.mark.parametrize(("last", "code"), [(0.74, 1), (0.76, 0), (1.5, 0)])
+def test_the_end_of_the_curve_decides(stages, capsys, last, code):
+    """Two seeds that differ by 0.1 widen their band by 0.15."""
     stages[1].update({10: 0.0, 20: last})
     assert called(capsys, "recipe", "sums", "--check")[0] == code
     assert called(capsys, "recipe sums --check --output again")[0] == code
@@ -218,7 +230,7 @@ def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
 
 
 def test_a_stage_that_fails_ends_the_check(recipes, capsys, monkeypatch):
-    monkeypatch.setattr(command, "run_stage", lambda words: 3)
+    monkeypatch.setattr(recipe, "run_stage", lambda words: 3)
     code, out, err = called(capsys, "recipe", "sums", "--check")
     assert (code, len(out.splitlines())) == (1, 1)
     assert (
@@ -247,7 +259,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
     server = recipes.with_name("server")
     server.write_text('#!/bin/sh\necho "$RL_TOKEN $*"\nexec sleep 600\n')
     server.chmod(0o755)
-    monkeypatch.setattr(command, "PYTHON", (str(server),))
+    monkeypatch.setattr(recipe, "PYTHON", (str(server),))
     seen = []
 
     def run(words):
@@ -256,7 +268,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
         seen.append((words[0], Path("teacher.log").exists()))
         return int(words[0] == "@")
 
-    monkeypatch.setattr(command, "run_stage", run)
+    monkeypatch.setattr(recipe, "run_stage", run)
     assert called(capsys, "recipe", "sums", "--check")[0] == 1, "it ends also when the stage fails"
     assert seen == [("sft", False), ("export", False), ("@", True)]
     said = (
@@ -290,6 +302,68 @@ sys.exit(main())
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143 and (folder / "ended").exists()
+
+
+@pytest.mark.parametrize(
+    ("lasts", "least"),
+    [([0.9], 0.75), ([0.9, 0.92], 0.75), ([0.9, 0.92, 0.91], 0.85), ([0.9, 0.6, 0.8], 0.3)],
+)
+def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_by_a_least_distance(
+    recipes, lasts, least
+):
+    text = SOUND.partition("1 = ")[0] + "".join(
+        f"{seed} = [0, 0, {last}]\n" for seed, last in enumerate(lasts, 1)
+    )
+    (recipes / "recipe.toml").write_text(text)
+    assert read("sums").least == pytest.approx(least)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('title = "Sums"\n', "", "missing required field `title`"),
+        ("minutes = 1.5", 'minutes = "two"', "Expected `float`, got `str` - at `$.minutes`"),
+        ("minutes", "hours = 1\nminutes", "unknown field `hours`"),
+        (
+            '"@ run.toml"',
+            '"export outputs/x@best --to y"',
+            "`stages` needs commands, the last with the file of a run",
+        ),
+        (
+            "1 = [0.1, 0.8, 0.9]",
+            "1 = [0.1, 0.8]",
+            "`curves.1` needs one finite number for each of the 3 steps",
+        ),
+        ("1 = [0.1, 0.8, 0.9]", "1 = [0.1, 0.8, nan]", "`curves.1` needs one finite number"),
+        ("steps = [0, 10, 20]", "steps = [0, 10, inf]", "`curves.steps` needs one finite number"),
+        ("1 = [0.1", "mean = [0.1", "`curves.mean` is neither `steps` nor the number of a seed"),
+        ("steps = [0, 10, 20]", "", "`curves` needs `steps` and at least one seed"),
+        ('title = "Sums"', "title = Sums", "not readable as TOML"),
+        (
+            CURVES,
+            "",
+            "needs either [curves], the measure by step, or, if it was never run, `aim`, "
+            "what others published",
+        ),
+        ("[curves]", 'aim = "0.7"\n[curves]', "needs either [curves]"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_fault(recipes, old, new, said):
+    path = recipes / "recipe.toml"
+    path.write_text(SOUND.replace(old, new))
+    with pytest.raises(ConfigError) as error:
+        read("sums")
+    assert str(error.value).startswith(f"{path}: ") and said in str(error.value)
+
+
+def test_rl_is_run_by_uv_in_a_clone_and_as_it_is_from_a_wheel(tmp_path, monkeypatch):
+    assert (RECIPES, ENVIRONMENTS) == (CLONE / "configs" / "recipes", CLONE / "environments")
+    assert (
+        program(CLONE / "sums") == "uv run rl"
+        and program(tmp_path / "sums") == f"uv run --project {CLONE} rl"
+    )
+    monkeypatch.setattr(recipe, "IS_INSTALLED", True)
+    assert program(tmp_path / "sums") == "rl"
 
 
 @pytest.mark.proof

@@ -254,15 +254,6 @@ def test_a_rollout_is_shown_in_full(tmp_path):
         "reward": 1.0,
         "advantage": 0.5,
         "trained": True,
-        "why": None,
-    }
-    shown |= {
-        "metrics": {"right": 1.0},
-        "task": 5,
-        "outcome": "truncated",
-        "num_tokens": 3900,
-        "num_turns": 1,
-        "versions": [1],
     }
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
@@ -271,9 +262,8 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     said = screen.look()
     assert said.count("--- a rollout of step") == 2 and "step 3," not in said
     assert said.endswith(
-        "  --- a rollout of step 2, e, task 5, group 7, rollout 3\n"
-        "    reward 1.000 (right 1), advantage +0.500, trained\n"
-        "    truncated, 3,900 tokens, sampled by version 1\n"
+        "  --- a rollout of step 2, e, group 7, rollout 3\n"
+        "    reward 1.000, advantage +0.500, trained\n"
         "  user: 1+1?\n      Be brief. [bold]\n"
         '  assistant: calls add({"a": 1})\n'
         "  tool: \\x1b]0;title\\x07\\r2\\u202e\n"
@@ -522,21 +512,16 @@ def test_costly_checkpoints_are_warned_of_once_where_their_interval_is_the_users
         1, "trainer", TRAINER | {"time/checkpoint_cost": 30.5, "time/checkpoint_fraction": 0.05}
     )
     assert "warning" not in screen.look()
+    costly = TRAINER | {"time/checkpoint_cost": 305.2, "time/checkpoint_fraction": 0.312}
     for step in (2, 3):
-        screen.write(
-            step,
-            "trainer",
-            TRAINER | {"time/checkpoint_cost": 305.2, "time/checkpoint_fraction": 0.312},
-        )
+        screen.write(step, "trainer", costly)
     assert screen.look() == (
         "warning: step 2: checkpoints are being written 31% of the time (305 s each): "
         "trainer.checkpoint.interval = 10 is obeyed; "
         "a larger one, or none (trainer.checkpoint.interval_s), costs less\n"
     )
     by_seconds = Screen(tmp_path)
-    by_seconds.write(
-        4, "trainer", TRAINER | {"time/checkpoint_cost": 305.2, "time/checkpoint_fraction": 0.312}
-    )
+    by_seconds.write(4, "trainer", costly)
     assert "warning" not in by_seconds.look()
 
 
