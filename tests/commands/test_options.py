@@ -1,8 +1,6 @@
 """The commands' own flags, the choice of the command, and --quick."""
 
-import re
 import subprocess
-from importlib import metadata
 
 import pytest
 
@@ -134,14 +132,6 @@ def test_dry_run_of_a_command(tmp_path):
         {"n": [1, "ü"]},
     )
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
-
-
-def test_version(tmp_path):
-    code, said, complaints = rl(tmp_path, "@", "nowhere.toml", "--version")
-    version = re.escape(metadata.version("rl-triad"))
-    assert (code, complaints) == (0, "") and re.fullmatch(
-        rf"rl {version}( \(commit [0-9a-f]+(-dirty)?\))?\n", said
-    ), said
 
 
 QUICK = """

@@ -22,9 +22,7 @@ from rl.run_dir.status import (
     read_status,
     write_status,
 )
-from rl.system import process_table
 from rl.system.errors import RESTART, RunError
-from rl.system.linux import pid_scope
 from tests.waiting import until
 
 
@@ -46,22 +44,6 @@ def test_a_status_says_what_its_process_does_and_since_when(tmp_path):
     assert read_status(path).since > training.since > first.since
     status.close()
     assert not path.exists()
-
-
-def test_a_person_with_jq_sees_what_a_process_does(tmp_path):
-    path = tmp_path / "orchestrator.json"
-    status = Status(path, "orchestrator")
-    status.gauges["playing"] = 3
-    batch = {"batch": 13, "batch_done": 40, "batch_size": 64, "address": "tcp://1"}
-    status.enter(Phase.FILLING_BATCH, 13, **batch)
-    seen = json.loads(path.read_text())
-    times = {name: seen.pop(name) for name in ("started", "since", "heartbeat", "progressed")}
-    assert all(abs(time.time() - value) < 60 for value in times.values())
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "place": pid_scope()}
-    owner |= {"start_ticks": process_table.entry(os.getpid()).start, "process": "orchestrator"}
-    does = {"phase": "filling_batch", "step": 13, "waiting_for": "inference", "progress": 0}
-    assert seen == owner | does | batch | {"playing": 3}
-    status.close()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.system.terminal import clip, cut_middle, digits, sparkline, visible
+from rl.system.terminal import clip, cut_middle, digits, visible
 
 
 def test_what_acts_on_a_terminal_is_shown_and_the_rest_stays():
@@ -46,8 +46,3 @@ def test_numbers_have_few_digits_and_no_exponent_where_they_can_be_read_without(
         and digits(12345.6, 4) == "12346"
     )
     assert digits(float("nan")) == "nan" and digits(1234.4, 4) == "1234"
-
-
-def test_sparkline():
-    assert sparkline([0.0, None, 0.5, 1.0], 0.0, 1.0) == "▁ ▅█"
-    assert sparkline([3.0, 3.0], 3.0, 3.0) == "▁▁" and sparkline([-1.0, 9.0], 0.0, 1.0) == "▁█"

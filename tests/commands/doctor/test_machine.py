@@ -53,16 +53,6 @@ def test_this_machine_passes(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "outputs").exists()  # a question leaves nothing
 
 
-def test_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(linux, "SHARED_MEMORY", Path("/nowhere"))
-    assert main(["--no-smoke", "--json"], Children()) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["fine"] and [
-        check["name"] for check in found["checks"] if check["level"] == "FAIL"
-    ] == ["shm"]
-
-
 Usage = namedtuple("Usage", "total used free")
 
 
