@@ -100,8 +100,6 @@ def test_a_run_that_fails_says_why(tmp_path, capfd):
     said = next(line for line in str(error.value).splitlines() if line.startswith("rl: "))
     # a notebook would have it twice
     assert "missing-env" in str(error.value) and said not in capfd.readouterr().out
-    with pytest.raises(ConfigError, match="bogus"):
-        rl.evaluate(config={"bogus": 1})
     with pytest.raises(ConfigError, match="outputs/none@best: no such run or model folder"):
         rl.evaluate("outputs/none@best")
     with pytest.raises(RunError, match=r"(?s)rl eval ended with \d+:.*@99: "):

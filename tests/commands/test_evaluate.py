@@ -69,13 +69,8 @@ def test_what_is_evaluated():
 
 
 def test_how_many_examples():
-    assert num_examples(EvalConfig(id="e"), 7) == 7
-    assert (
-        num_examples(EvalConfig(id="e", num_examples=3), 7)
-        == num_examples(EvalConfig(id="e", num_examples=3), None)
-        == 3
-    )
-    assert num_examples(EvalConfig(id="e", num_examples=9), 7) == 7
+    for asked, size, expected in ((-1, 7, 7), (3, 7, 3), (3, None, 3), (9, 7, 7)):
+        assert num_examples(EvalConfig(id="e", num_examples=asked), size) == expected
     for entry, size, said in (
         (EvalConfig(id="e"), None, "endless"),
         (EvalConfig(id="e"), 0, "no examples"),

@@ -234,7 +234,6 @@ def test_a_rollout_is_shown_in_full(tmp_path):
         "rollout_id": 0,
         "reward": 0.0,
         "advantage": 0.0,
-        "stop": "length",
         "trained": False,
     }
     skipped |= {"messages": [{"role": "user", "content": "no line ends here:\u2028 \x85 \x0c"}]}
@@ -254,6 +253,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
         "reward": 1.0,
         "advantage": 0.5,
         "trained": True,
+        "why": None,
     }
     for step in (1, 2, 3):
         screen.run_dir.rollouts(step).parent.mkdir(exist_ok=True, parents=True)
@@ -264,6 +264,7 @@ def test_a_rollout_is_shown_in_full(tmp_path):
     assert said.endswith(
         "  --- a rollout of step 2, e, group 7, rollout 3\n"
         "    reward 1.000, advantage +0.500, trained\n"
+        "    finished\n"
         "  user: 1+1?\n      Be brief. [bold]\n"
         '  assistant: calls add({"a": 1})\n'
         "  tool: \\x1b]0;title\\x07\\r2\\u202e\n"
@@ -466,21 +467,6 @@ def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
     screen.console.close()
     screen.console.say("plain again")
     assert screen.out.getvalue().endswith("plain again\n") and "\x1b[?25h" in screen.out.getvalue()
-
-
-def test_the_heading_comes_again_with_every_screen_and_with_another_width(tmp_path, monkeypatch):
-    screen = terminal(tmp_path, monkeypatch, 120, 13, "--max_steps 99")
-    for step in range(1, 26):
-        screen.step(step)
-    lines = [
-        line
-        for line in ANSI.sub("", screen.look()).splitlines()
-        if re.match(" +(step  reward|[0-9]+ )", line)
-    ]
-    assert [i for i, line in enumerate(lines) if "reward" in line] == [0, 11, 22]
-    screen.console.bar.console.width = 70
-    screen.step(26)
-    assert "  step  reward    eval   lag    time    left  of that" in screen.look()
 
 
 def test_the_time_that_is_left_is_by_the_pace_without_the_first_step(tmp_path):

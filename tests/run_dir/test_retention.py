@@ -15,11 +15,8 @@ from rl.run_dir.retention import NEVER, Retention
 @pytest.mark.parametrize(
     ("keep_last", "keep_every", "needed", "left"),
     [
-        (None, None, {}, range(1, 11)),
         (0, 5, {"needed": {3}}, [3, 5, 10]),
-        (2, 4, {}, [4, 8, 9, 10]),
         (3, 4, {"needed": {2, 3}, "needed_from": 10}, [2, 3, 4, 8, 9, 10]),
-        (1, None, {"needed_from": 6}, [6, 7, 8, 9, 10]),
     ],
 )
 def test_files_and_directories_are_deleted(tmp_path, keep_last, keep_every, needed, left):

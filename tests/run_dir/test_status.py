@@ -49,17 +49,11 @@ def test_a_status_says_what_its_process_does_and_since_when(tmp_path):
 @pytest.mark.parametrize(
     ("phase", "fields", "sentence"),
     [
-        (Phase.TRAINING, {"step": 12}, "training step 12"),
         (Phase.EVALUATING, {"step": 10, "detail": "gsm8k"}, "evaluating gsm8k at version 10"),
         (
             Phase.PUBLISHING,
             {"step": 3, "detail": "writing it"},
             "publishing version 3: writing it",
-        ),
-        (
-            Phase.WAITING_FOR_TEACHER,
-            {"detail": "http://t/{x}"},
-            "waiting for the teacher at http://t/{x}",
         ),
         (Phase.TRAINING, {}, "training step ?"),
         (None, {}, "in an unknown phase"),

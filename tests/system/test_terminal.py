@@ -1,8 +1,6 @@
 """Untrusted text is made harmless and short."""
 
-import pytest
-
-from rl.system.terminal import clip, cut_middle, digits, visible
+from rl.system.terminal import cut_middle, digits, visible
 
 
 def test_what_acts_on_a_terminal_is_shown_and_the_rest_stays():
@@ -22,11 +20,6 @@ def test_the_middle_is_left_out_and_counted():
     assert cut_middle("\n".join("abcdefg"), 99, 4) == "a\nb\n[... 3 lines ...]\nf\ng"
     assert cut_middle("\n".join("abcdefg"), 99, 3) == "a\n[... 4 lines ...]\nf\ng"
     assert cut_middle("x\n" * 50_000, 1000, 10).count("\n") == 10
-
-
-@pytest.mark.parametrize(("width", "said"), [(5, "hello"), (4, "hel…"), (1, "…"), (0, "")])
-def test_clip(width, said):
-    assert clip("hello", width) == said
 
 
 def test_numbers_have_few_digits_and_no_exponent_where_they_can_be_read_without():

@@ -163,14 +163,6 @@ def test_what_a_file_system_lacks(tmp_path, monkeypatch, name, patch, level, sai
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    (found,) = machine.disk_checks(tmp_path / "file" / "outputs")
-    assert found.level == "FAIL" and found.text.endswith(
-        "Not a directory; choose another location with --output_dir"
-    )
-
-
 # A configuration ----------------------------------------------------------------------------------
 
 

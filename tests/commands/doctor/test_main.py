@@ -90,24 +90,6 @@ def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
     assert set(found) == {"model", "vllm", "environment"}
 
 
-def test_a_home_that_is_not_there_is_not_made(tmp_path, children, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
-    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "homes"))
-    config = made('--orchestrator.environment ["say-digit","ada/hello@1.0"]')
-    found = [
-        check.text
-        for check in configuration.environments(config, None, tmp_path, children)
-        if check.level == "warn"
-    ]
-    assert found == [
-        "environment say-digit: its home does not exist yet; a start makes it, with "
-        "verifiers>=0.3.1,<0.4",
-        "environment hello: its home does not exist yet; a start makes it, with "
-        "ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
-    ]
-    assert not (tmp_path / "homes").exists()
-
-
 def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
     """Prompts that do not fit the context, as a worker of the run measures them; an evaluation
     without held-out tasks."""
