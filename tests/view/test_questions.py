@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.spans import Span
 from rl.run_dir.token_log import write_token_log
+from tests import jsonl
 from tests.records.made import (
     clock,
     group,
@@ -41,9 +41,12 @@ def place(tmp_path_factory, moment) -> Path:
     """A run that waits, and has a long rollout."""
     root = tmp_path_factory.mktemp("story")
     run_dir = make_run(root / "fast")
-    for step in range(1, 9):
-        rewards = {"reward/mean": step / 10, "reward/sums/format": 1 - step / 10}
-        MetricsLog(run_dir.metrics, "orchestrator").write(step, rewards)
+    numbers = [
+        {"step": step, "time": moment, "source": "orchestrator"}
+        | {"reward/mean": step / 10, "reward/sums/format": 1 - step / 10}
+        for step in range(1, 9)
+    ]
+    run_dir.metrics.write_text(jsonl.text(*numbers))
     run_dir.status_dir.mkdir()
     write_step(run_dir, 1, [group(10, [0.0, 1.0])])
     write_samples(run_dir, 1, [sample(10, 1, tokens=TOKENS)])
@@ -63,6 +66,7 @@ def place(tmp_path_factory, moment) -> Path:
     ):
         span = Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end)
         write_lines(run_dir.spans / f"{process}.jsonl", clock(process, moment, 1000.0), span)
+    return root
 
 
 @pytest.fixture(scope="module")
