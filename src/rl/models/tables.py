@@ -1,6 +1,7 @@
 """Files and data sets as tables, with the values that were written."""
 
 import csv
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from rl.system.jsonl import json_object, without_duplicates
 
 
 def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dict[str, Any]]:
-    """Returns the rows of a split of a data set, with the values that its files have.
+    """Returns the rows of a file that is a table, or of a split of a data set, with the values that
+    its files have.
 
     Cells of CSV files are text: "NA" is no missing value, and 02108 no number. Lines of JSON are
     read as they are: a table would give all rows the keys and the types of each other. Other files,
@@ -18,6 +20,13 @@ def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dic
     """
     import datasets
 
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix == ".csv":
+            return csv_rows(path)
+        return datasets.load_dataset(
+            path.suffix[1:], data_files=glob.escape(str(path)), split="train"
+        )
     data = datasets.load_dataset(name, subset, split=split)
     kind = getattr(data.info, "builder_name", "")
     if kind == "csv":

@@ -5,7 +5,6 @@ import re
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from numbers import Integral
 from pathlib import Path
@@ -40,6 +39,7 @@ from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.run_dir.status import RoleStatus, RunEnd, Staleness, read_status
 from rl.run_dir.status import read_json as read_struct
 from rl.system.errors import RunError
+from rl.system.terminal import nearest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,7 +60,7 @@ def check_metric(name: str, known: Collection[str]) -> None:
     """Raises UnknownMetricError for a name that is neither `known` nor a metric of rl, which may
     still appear."""
     if name not in known and meaning(name)[0] == OWN:
-        near = ", ".join(get_close_matches(name, {*known, *METRICS}, n=3))
+        near = nearest(name, {*known, *METRICS})
         hint = f"similar: {near}" if near else "see docs/metrics.md"
         raise UnknownMetricError(f"{name}: there is no such metric; {hint}")
 
