@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.datastructures import QueryParams
 
 from rl.launch.children import Children
 from rl.orchestrator.groups.group_credit import credit_group
@@ -637,7 +638,7 @@ def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_pa
 
     def of_server(name: str, values: dict) -> dict:
         pairs = [(key, str(value).lower()) for key, value in values.items()]
-        answer = msgspec.to_builtins(routes[name].ask(handlers, pairs))
+        answer = msgspec.to_builtins(routes[name].ask(handlers, QueryParams(pairs)))
         return {key: answer[key] for key in ("total", "rows", "sorts", "facets") if key in answer}
 
     def of_file(name: str, values: dict) -> dict:

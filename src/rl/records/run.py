@@ -52,17 +52,13 @@ KEPT_BATCHES = 4
 """Maximum number of decoded batches in memory."""
 
 
-class UnknownMetricError(RunError):
-    """A name is neither a metric of rl nor of a run."""
-
-
 def check_metric(name: str, known: Collection[str]) -> None:
-    """Raises UnknownMetricError for a name that is neither `known` nor a metric of rl, which may
+    """Raises RunError for a name that is neither `known` nor a metric of rl, which may
     still appear."""
     if name not in known and meaning(name)[0] == OWN:
         near = ", ".join(get_close_matches(name, {*known, *METRICS}, n=3))
         hint = f"similar: {near}" if near else "see docs/metrics.md"
-        raise UnknownMetricError(f"{name}: there is no such metric; {hint}")
+        raise RunError(f"{name}: there is no such metric; {hint}")
 
 
 def plain(path: Path) -> Path:

@@ -4,9 +4,10 @@ parameters are those of the query, its return type is that of the answer."""
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import msgspec
+from starlette.datastructures import QueryParams
 
 from rl.records.run import Run
 from rl.view import curves, health, responses, rollouts, runs, tasks, timeline, tokens
@@ -144,57 +145,21 @@ class Route:
             if self.is_whole
             else msgspec.defstruct(self.name, fields, kw_only=True, forbid_unknown_fields=True)
         )
+        self.lists = {name for name, kind, *_ in fields if kind == list[str]}
+        """The parameters that may occur several times."""
 
-    def ask(self, handlers: Handlers, pairs: list[tuple[str, str]]) -> Any:
-        """The answer to a query. Raises msgspec.ValidationError for invalid parameters, and
-        RunError."""
-        query = parse(pairs, self.takes)
+    def ask(self, handlers: Handlers, query: QueryParams) -> Any:
+        """The answer to a query; an empty value counts as not given. Raises
+        msgspec.ValidationError for invalid parameters, and RunError."""
+        values = {
+            name: query.getlist(name) if name in self.lists else value
+            for name, value in query.items()
+            if value
+        }
+        taken = msgspec.convert(values, self.takes, strict=False)
         if self.is_whole:
-            return self.method(handlers, query)
-        return self.method(handlers, **msgspec.structs.asdict(query))
-
-
-def parse(pairs: list[tuple[str, str]], kind: type[msgspec.Struct]) -> Any:
-    """Parses the pairs of a query; an empty value counts as not given. Raises
-    msgspec.ValidationError."""
-    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    query: dict[str, Any] = {}
-    for name, value in pairs:
-        if types.get(name) == list[str]:
-            query.setdefault(name, []).append(value)
-        elif value != "":
-            query[name] = value
-    try:
-        return msgspec.convert(query, kind, strict=False)
-    except msgspec.ValidationError as error:
-        name = str(error).split("`")[-2].removeprefix("$.")  # the message ends with the field
-    if name not in types:
-        known = ", ".join(sorted(types)) or "none"
-        raise msgspec.ValidationError(f"{name}: no such parameter; there are: {known}")
-    fault = f"{name} = {query[name]}:" if name in query else f"{name}: is missing;"
-    raise msgspec.ValidationError(f"{fault} give {in_words(types[name])}")
-
-
-WORDS: dict[Any, str] = {
-    int: "a whole number",
-    Number: "a number",
-    bool: "true or false",
-    str: "a text",
-    list[str]: "one or more texts",
-}
-
-
-def in_words(kind: Any) -> str:
-    """A parameter's type in words, without whether it is optional."""
-    if kind in WORDS:
-        return WORDS[kind]
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
-    inner, *others = get_args(kind)
-    if get_origin(kind) is not Annotated:
-        return WORDS[inner]  # X | None
-    most = "" if others[0].le is None else f" to {others[0].le}"
-    return f"{WORDS[inner]} from {others[0].ge}{most}"
+            return self.method(handlers, taken)
+        return self.method(handlers, **msgspec.structs.asdict(taken))
 
 
 ROUTES = [Route(method) for name, method in vars(Handlers).items() if name[0] != "_"]

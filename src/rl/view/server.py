@@ -16,13 +16,12 @@ from starlette.routing import Route as StarletteRoute
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
-from rl.records.run import UnknownMetricError
 from rl.run_dir.files import blake2b
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.system.linux import bind
 from rl.view.access import PageGate
-from rl.view.library import Library, UnknownRunError
+from rl.view.library import Library
 from rl.view.routes import ROUTES, Handlers, Route
 from rl.wire.gate import refusal
 
@@ -41,16 +40,12 @@ def make_app(library: Library) -> ASGIApp:
     def endpoint(route: Route) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:  # starlette calls it in a thread
             try:
-                data = msgspec.json.encode(route.ask(handlers, request.query_params.multi_items()))
+                data = msgspec.json.encode(route.ask(handlers, request.query_params))
                 return with_tag(redact_json(data), request)
             except msgspec.ValidationError as error:
                 return refusal(400, "bad_parameter", str(error))
-            except UnknownRunError as error:
-                return refusal(404, "unknown_run", str(error))
-            except UnknownMetricError as error:
-                return refusal(404, "unknown_metric", str(error))
             except (RunError, OSError) as error:
-                return refusal(409, "not_there", str(error))
+                return refusal(404, "not_there", str(error))
 
         return answer
 
