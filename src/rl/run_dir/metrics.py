@@ -71,12 +71,12 @@ def open_lines(path: Path) -> int:
     return descriptor
 
 
-def append(descriptor: int, path: Path, data: bytes | bytearray, kind: str) -> None:
+def append(descriptor: int, path: Path, data: bytes | bytearray) -> None:
     try:
-        write_all(descriptor, data, kind)
+        write_all(descriptor, data, path)
     except OSError as error:
         raise with_path(error, path) from None
-    faults.point(f"{kind}.done")
+    faults.point("done", path)
 
 
 class MetricsLog:
@@ -95,7 +95,7 @@ class MetricsLog:
             line[name] = value if math.isfinite(value) else None
         if self.fence:
             self.fence()
-        append(self.file, self.path, json.dumps(line).encode() + b"\n", "metrics")
+        append(self.file, self.path, json.dumps(line).encode() + b"\n")
 
 
 class Merger:
@@ -143,7 +143,7 @@ class Merger:
             self.fence()
         file = open_lines(self.path)
         try:
-            append(file, self.path, data, "merged")
+            append(file, self.path, data)
         finally:
             os.close(file)
 
