@@ -7,7 +7,6 @@ import hashlib
 import heapq
 import json
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from rl.records.columns import DECODER, Columns, RolloutLine, Words, columns_of, joined, some
-from rl.run_dir.files import UNREADABLE, CorruptFileError, write_file
-from rl.run_dir.paths import PENDING_LOG, RunDir
+from rl.run_dir.files import UNREADABLE, CorruptFileError, files_in, write_file
+from rl.run_dir.paths import PENDING_LOG, RunDir, numbered
 from rl.wire.batch_file import sound_rollouts
 from rl.wire.pending import waiting_lines
 
@@ -31,11 +30,7 @@ FORMAT = 5
 """Of a file in the cache."""
 MAX_BYTES = 1 << 30
 """Maximum size of all indices together; the oldest are deleted first."""
-TICK_NS = 100_000_000
-"""A folder that changed within this time may change again with the same mtime."""
 ROLLOUTS, EVALS = "rollouts/", "evals/"
-NUMBER = "([0-9]{6}|[1-9][0-9]{6,})"
-"""How a step or version is named, see rl.run_dir.paths."""
 PENDING = f"batches/{PENDING_LOG}"
 Identity = tuple[int, int]
 """Size of a file in bytes, and its mtime in ns."""
@@ -54,44 +49,42 @@ class RolloutIndex:
         """Unreadable files, with the reason; their rollouts are missing."""
         self.denied: dict[Path, str] = {}
         """Folders without read permission, with the error."""
-        self.looked: int | None = None
-        """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same
-        one; None before the first time."""
+        self.is_checked = False
+        """Whether all files from the cache were compared with those that are there now."""
 
     def refresh(self) -> None:
         """Reads what is new, and drops what is gone."""
         began = time.monotonic()
         # Pending ones first: what a batch settles meanwhile is then seen twice instead of never.
         pending = self._read(filter(self._replaced, [PENDING]))
-        _, mtime = identity_of(self.run_dir.rollouts_dir) or (0, 0)
-        looked = mtime if time.time_ns() - mtime > TICK_NS else 0
-        changed = self._read(self._changed_steps(looked) | self._changed_evals())
-        self.looked = looked
+        changed = self._read(self._changed_steps() | self._changed_evals())
+        self.is_checked = True
         if pending or changed:
             self._drop_settled()
         if changed and time.monotonic() - began > CACHE_S:
             with contextlib.suppress(OSError, SafetensorError):
                 self._save()
 
-    def _changed_steps(self, looked: int) -> set[str]:
+    def _changed_steps(self) -> set[str]:
         """The files of steps that are new, gone or replaced. Old ones are assumed to be unchanged,
         unless the newest ones are gone or were replaced: then the run was rolled back, or is
         another one (see --clean)."""
-        folder = self.run_dir.rollouts_dir
-        if looked and looked == self.looked and folder not in self.denied:
-            return set()
-        names = self._listed(folder, rf"{NUMBER}\.jsonl(\.gz)?")
-        files = {ROLLOUTS + name.removesuffix(".gz") for name in names}
+        files = set[str]()
+        with self._allowed(self.run_dir.rollouts_dir):
+            files = {f"{ROLLOUTS}{step:06d}.jsonl" for step in self.run_dir.rollout_files()}
         known, suspects = self._known(ROLLOUTS), self._newest_steps()
-        if self.looked is None or suspects - files or any(map(self._replaced, suspects)):
+        if not self.is_checked or suspects - files or any(map(self._replaced, suspects)):
             suspects = known
         return known ^ files | set(filter(self._replaced, suspects))
 
     def _changed_evals(self) -> set[str]:
         files = self._known(EVALS)
-        for version in self._listed(self.run_dir.evals, NUMBER):
-            names = self._listed(self.run_dir.evals / version, r".*\.jsonl")
-            files |= {f"{EVALS}{version}/{name}" for name in names}
+        with self._allowed(self.run_dir.evals):
+            for folder in numbered(self.run_dir.evals).values():
+                with self._allowed(folder):
+                    files |= {
+                        f"{EVALS}{folder.name}/{path.name}" for path in files_in(folder, ".jsonl")
+                    }
         return set(filter(self._replaced, files))
 
     def _known(self, folder: str) -> set[str]:
@@ -116,16 +109,14 @@ class RolloutIndex:
         """Whether a file is not the one that was read; a missing one was not read."""
         return identity_of(self.path(file)) != self.files.get(file)
 
-    def _listed(self, folder: Path, pattern: str) -> list[str]:
-        """The names in a folder that match; none if it may not be read: `denied` says so."""
+    @contextlib.contextmanager
+    def _allowed(self, folder: Path) -> Iterator[None]:
+        """Notes in `denied` if the block may not list the folder."""
         self.denied.pop(folder, None)
         try:
-            return list(filter(re.compile(pattern, re.DOTALL).fullmatch, os.listdir(folder)))
+            yield
         except PermissionError as error:
             self.denied[folder] = str(error)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        return []
 
     def paths(self, file: str) -> list[Path]:
         """The possible paths of a file: a step's is compressed once it is old."""
