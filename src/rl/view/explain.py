@@ -14,9 +14,8 @@ REASONS = {
     "signal); its task is played next",
     "empty": "no token was sampled",
     "overlong": "its prompt left no room for an answer: raise model.max_model_len",
-    "truncated": "its answer was cut off, and orchestrator.mask_truncated leaves such answers "
-    "out; raise "
-    "orchestrator.sampling.max_tokens",
+    "truncated": "its answer was cut off, and orchestrator.mask_truncated leaves such answers out; "
+    "raise orchestrator.sampling.max_tokens",
     "filtered": "orchestrator.filter dropped it",
     "not_trainable": "its agent is not trained",
     "environment": "it failed: the environment's code raised an exception",
