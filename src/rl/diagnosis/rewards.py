@@ -7,9 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from rl.config.quick import TOKENS
-from rl.diagnosis.environments import max_tokens
+from rl.diagnosis.environments import MOSTLY, cut_off_remedy, equal_remedy, max_tokens
 from rl.diagnosis.problems import Problem
-from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
 from rl.run_dir.origin import changes_of

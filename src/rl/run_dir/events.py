@@ -13,7 +13,6 @@ import msgspec
 
 from rl.run_dir.files import LineReader
 from rl.run_dir.spans import Time, append, encoded
-from rl.run_dir.status import Phase
 
 EventKind = Literal[
     "start",
@@ -50,7 +49,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     seconds: float | None = None
     """Death: duration of the attempt. Restart or ready: time since the death before it, or since
     the start. Stall: its length."""
-    phase: Phase | None = None
+    phase: str | None = None
     """Death or silence: phase of the last status, with its `step`. For a quarantine `step` is
     the batch."""
     step: int | None = None
