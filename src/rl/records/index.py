@@ -173,8 +173,7 @@ def lines_of(path: Path, file: str) -> Iterator[RolloutLine]:
     """Yields each complete line of a file. Raises FileNotFoundError, and CorruptFileError for a
     line that is not a rollout."""
     kind = "eval" if file.startswith(EVALS) else "pending" if file == PENDING else "train"
-    data = waiting_lines(path) if kind == "pending" else sound_rollouts(path)
-    offset = 0
+    data, offset = text_of(path), 0
     for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
         try:
             line = DECODER.decode(text)
@@ -184,6 +183,11 @@ def lines_of(path: Path, file: str) -> Iterator[RolloutLine]:
         vars(line).update(kind=kind, file=file, offset=offset, length=len(text))
         offset += len(text)
         yield line
+
+
+def text_of(path: Path) -> bytes:
+    """The lines of a file. Raises FileNotFoundError and CorruptFileError."""
+    return waiting_lines(path) if path.name == PENDING_LOG else sound_rollouts(path)
 
 
 def identity_of(path: Path) -> Identity | None:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
+from rl.diagnosis.state import read_statuses
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import (
     folder_here,
@@ -31,13 +32,12 @@ from rl.records.timeline import Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.checksums import REMOTE, is_delta, is_remote, readable
 from rl.run_dir.events import Event, read_events
-from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
 from rl.run_dir.metric_names import METRICS, OWN, meaning
 from rl.run_dir.numbers import Curve, Numbers
 from rl.run_dir.origin import BranchOrigin, read_origin
 from rl.run_dir.paths import RunDir, numbered, numbers
-from rl.run_dir.status import RoleStatus, RunEnd, Staleness, read_status
+from rl.run_dir.status import RoleStatus, RunEnd, Staleness
 from rl.run_dir.status import read_json as read_struct
 from rl.system.errors import RunError
 
@@ -387,9 +387,7 @@ class Run:
     @property
     def status(self) -> dict[str, RoleStatus]:
         """The last status of each process: its phase and heartbeat."""
-        paths = files_in(self.run_dir.status_dir, ".json")
-        statuses = {path.stem: read_status(path) for path in paths}
-        return {name: status for name, status in statuses.items() if status and status.pid}
+        return read_statuses(self.run_dir.status_dir)
 
     @property
     def end(self) -> RunEnd | None:

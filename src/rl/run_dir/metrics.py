@@ -44,7 +44,6 @@ ALWAYS = ("step", "time", "source")
 """Fields of every line."""
 NEWEST_BYTES = 1 << 22
 """Size of the end of a metrics file that surely has the newest steps: a line has some kilobytes."""
-WHOLE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')
 MERGE_S = 1.0
 LIMIT = 1 << 63
 """Integers from here on do not fit into 64 bits."""
@@ -270,9 +269,6 @@ def cut_lines(path: Path, last_step: int) -> list[bytes]:
     """Removes lines from one file atomically and returns them; see cut_metrics."""
 
     def stays(line: bytes) -> bool:
-        # judged by begin and end if possible: a long run has a gigabyte of lines
-        if match := WHOLE.fullmatch(line):
-            return int(match[1]) <= last_step
         content = parse_line(line)
         return content is not None and content["step"] <= last_step
 
