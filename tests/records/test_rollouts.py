@@ -9,7 +9,7 @@ import pytest
 
 from rl.orchestrator.groups.group_credit import credit_group
 from rl.orchestrator.groups.pending import PendingLog
-from rl.records import columns, index
+from rl.records import index
 from rl.records.run import Run
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
@@ -282,9 +282,9 @@ def test_the_index_of_a_long_run_is_kept_in_the_users_cache(run_dir, monkeypatch
 
 
 def test_a_million_rollouts_take_a_hundred_megabytes_and_filters_are_fast():
-    words = columns.Words()
-    line = columns.RolloutLine(reward=0.5, messages=b"", env="e", metrics={"m": 1.0})
+    words = index.Words()
+    line = index.RolloutLine(reward=0.5, messages=b"", env="e", metrics={"m": 1.0})
     vars(line).update(kind="train", file="rollouts/000001.jsonl", offset=0, length=1)
-    joined = columns.joined([columns.columns_of([line] * 1000, words)] * 20)
+    joined = index.joined([index.columns_of([line] * 1000, words)] * 20)
     assert len(joined["kind"]) == 20_000
     assert sum(array.nbytes for array in joined.values()) / 20_000 < 160

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention
 from rl.trainer import train
 from rl.trainer.store import versions
 from rl.wire.transport import OrchestratorClient

@@ -19,7 +19,7 @@ from rl.system.errors import RunError
 from rl.view.export import recorded
 from rl.view.library import Library
 from rl.view.main import main as view
-from rl.view.routes import ROUTES, Handlers
+from rl.view.server import ROUTES, Handlers
 from rl.view.tasks import SORTS
 from rl.wire.rollouts import Group
 from tests.records import made

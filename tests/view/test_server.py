@@ -22,10 +22,8 @@ from tokenizers.models import WordLevel
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.records.run import Run
 from rl.run_dir.access_token import link
-from rl.run_dir.metric_names import SECTIONS
-from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import BranchOrigin
-from rl.run_dir.paths import RunDir
+from rl.run_dir.metrics import SECTIONS, MetricsLog
+from rl.run_dir.paths import BranchOrigin, RunDir
 from rl.run_dir.spans import Gauges, Span
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.system import linux, process_table
@@ -34,8 +32,7 @@ from rl.view import responses, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import KEPT, Library
 from rl.view.rollouts import Wanted, Which
-from rl.view.routes import ROUTES, Handlers
-from rl.view.server import PAGE, make_app
+from rl.view.server import PAGE, ROUTES, Handlers, make_app
 from rl.wire.rollouts import Group
 from tests.records.made import (
     clock,

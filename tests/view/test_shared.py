@@ -16,7 +16,7 @@ from rl.run_dir.spans import Gauges, Span
 from rl.system.errors import RunError
 from rl.view.library import Library
 from rl.view.rollouts import Wanted
-from rl.view.routes import Handlers
+from rl.view.server import Handlers
 from tests.records.made import clock, group, make_run, write_lines, write_step
 from tests.view.made import write_numbers
 

@@ -11,7 +11,7 @@ from rl.diagnosis.environments import MOSTLY, cut_off_remedy, equal_remedy, max_
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
-from rl.run_dir.origin import changes_of
+from rl.run_dir.paths import changes_of
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.rollouts import all_equal
 

@@ -19,13 +19,12 @@ import psutil
 from rl.config.plan import plan
 from rl.config.run import RLConfig
 from rl.config.stored import continued_by, rl_dir_of
-from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.lease import LEASE_S, LockOwner
 from rl.run_dir.logs import newest_log
 from rl.run_dir.nodes import Nodes, NodeStatus
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbered, numbers
+from rl.run_dir.paths import RunDir, first_step, numbered, numbers
+from rl.run_dir.spans import Event, read_events
 from rl.run_dir.status import (
     HEARTBEAT_S,
     RoleStatus,

@@ -14,8 +14,7 @@ from rl.diagnosis.rewards import reward_problems
 from rl.diagnosis.run_outcome import RunOutcome, ended_well, num_models, run_outcome
 from rl.diagnosis.state import RANK, VERBS, Process, RunMachine, RunState
 from rl.run_dir.logs import last_lines
-from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, read_origin
 from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase, Staleness
 from rl.system.terminal import span
 

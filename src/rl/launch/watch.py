@@ -9,11 +9,11 @@ from rl.diagnosis.state import SILENT_S, machine_changes, read_machines
 from rl.diagnosis.waits import diagnose
 from rl.launch.children import Children
 from rl.launch.console import Console
-from rl.run_dir.events import Event, EventsReader
 from rl.run_dir.lease import LEASE_S, LockOwner, lease_path, newest_lease
 from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Event, EventsReader
 from rl.run_dir.status import Staleness, read_json
 from rl.system.children import Stopped
 

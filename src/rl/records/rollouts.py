@@ -21,8 +21,17 @@ from rl.diagnosis.rollouts import (
     parse_rollout,
     rollout_text,
 )
-from rl.records.columns import DTYPES, LOCATION, METRIC, NONE, WORDS, Columns, column_of
-from rl.records.index import RolloutIndex, text_of
+from rl.records.index import (
+    DTYPES,
+    LOCATION,
+    METRIC,
+    NONE,
+    WORDS,
+    Columns,
+    RolloutIndex,
+    column_of,
+    text_of,
+)
 from rl.run_dir.files import CorruptFileError, reading
 from rl.system.errors import RunError
 

@@ -1,4 +1,11 @@
-"""One run directory, live or finished, as an object; see docs/python.md."""
+"""One run directory, live or finished, as an object: `rl.open("outputs/x")`; docs/python.md shows
+what it has.
+
+Never writes to it, and imports neither torch nor vllm. Every call reflects the files at that
+moment, and reads only what is new in them. A damaged or deleted file affects only itself: the index
+leaves it out (`run.damaged`), and a rollout whose file was deleted raises RunError when its text is
+accessed. A Run is thread-safe.
+"""
 
 import math
 import re
@@ -27,16 +34,14 @@ from rl.models.folder import (
 )
 from rl.records.index import RolloutIndex, cache_file, identity_of
 from rl.records.rollouts import KINDS, Rollouts, frame, is_number
-from rl.records.spans import SpanRecording
-from rl.records.timeline import Timeline, read_timeline
+from rl.records.timeline import SpanRecording, Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.checksums import REMOTE, is_delta, is_remote, readable
-from rl.run_dir.events import Event, read_events
 from rl.run_dir.logs import attempts, last_lines
-from rl.run_dir.metric_names import METRICS, OWN, meaning
+from rl.run_dir.metrics import METRICS, OWN, meaning
 from rl.run_dir.numbers import Curve, Numbers
-from rl.run_dir.origin import BranchOrigin, read_origin
-from rl.run_dir.paths import RunDir, numbered, numbers
+from rl.run_dir.paths import BranchOrigin, RunDir, numbered, numbers, read_origin
+from rl.run_dir.spans import Event, read_events
 from rl.run_dir.status import RoleStatus, RunEnd, Staleness
 from rl.run_dir.status import read_json as read_struct
 from rl.system.errors import RunError

@@ -7,8 +7,8 @@ from itertools import accumulate
 import numpy as np
 
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.numbers import CLIPPED, LATER, MASKED, read_token_log
 from rl.run_dir.paths import RunDir
-from rl.run_dir.token_log import CLIPPED, LATER, MASKED, read_token_log
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, sound_batch
 from rl.wire.messages import TrainingSample

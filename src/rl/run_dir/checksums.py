@@ -30,10 +30,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl.run_dir.digests import HASH, MAX_THREADS, Digest, digest, digest_of_file, hash_each
 from rl.run_dir.files import UNREADABLE, CorruptFileError, reading
 from rl.run_dir.paths import numbered
-from rl.run_dir.safetensors import INDEX, model_files, read_header, tensor_digests
+from rl.run_dir.safetensors import (
+    HASH,
+    INDEX,
+    MAX_THREADS,
+    Digest,
+    digest,
+    digest_of_file,
+    hash_each,
+    model_files,
+    read_header,
+    tensor_digests,
+)
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
 

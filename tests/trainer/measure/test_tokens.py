@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from rl.config.trainer import TokenLogConfig
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import hold_role
+from rl.run_dir.numbers import CLIPPED, LATER, MASKED, read_token_log, write_token_log
 from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.token_log import CLIPPED, LATER, MASKED, read_token_log, write_token_log
 from rl.trainer.measure.tokens import TokenFiles
 from tests.bounds import OPERATIONS, rounding
 from tests.trainer.data.test_minibatches import learner_of, the_batch, train

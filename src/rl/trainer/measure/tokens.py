@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rl.config.trainer import TokenLogConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
+from rl.run_dir.numbers import CLIPPED, LATER, MASKED, SUFFIX, write_token_log
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
-from rl.run_dir.token_log import CLIPPED, LATER, MASKED, SUFFIX, write_token_log
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.loss.common import LossTerms
 from rl.trainer.model.head import Scores
@@ -26,7 +26,7 @@ COLUMNS = {
     "flags": torch.uint8,
     "reference_logprobs": torch.float32,
 }
-"""The columns of rl.run_dir.token_log, and their types there."""
+"""The columns of rl.run_dir.numbers, and their types there."""
 DISK_S = 600.0
 """Seconds allowed for writing a file of a few megabytes."""
 
@@ -57,7 +57,7 @@ class TokenColumns:
         self.values.index_copy_(1, batch.token_index, new)
 
     def columns(self, world: World) -> dict[str, np.ndarray] | None:
-        """Returns the columns of rl.run_dir.token_log on rank 0, None on the others. Every rank
+        """Returns the columns of rl.run_dir.numbers on rank 0, None on the others. Every rank
         calls this: each has some tokens."""
         values = world.reduce(self.values, dist.ReduceOp.SUM)
         if not world.is_main:

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from zstandard import ZstdCompressor
 
-from rl.run_dir.digests import MAX_THREADS
 from rl.run_dir.files import with_path
+from rl.run_dir.safetensors import MAX_THREADS
 from rl.trainer.store.image import Image, ranges
 
 FRAME_BYTES = 16 << 20
