@@ -309,7 +309,7 @@ def bounded(text: str) -> tuple[str, int]:
     return f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}", left_out
 
 
-# Why a rollout was trained or not ------------------------------------------------------------------
+# Why a rollout was trained or not -----------------------------------------------------------------
 
 
 REASONS = {
