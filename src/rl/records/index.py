@@ -336,8 +336,9 @@ def lines_of(path: Path, file: str) -> Iterator[RolloutLine]:
         try:
             line = DECODER.decode(text)
         except UNREADABLE as error:
-            fault = f"not a rollout of this version of rl: {error}"
-            raise CorruptFileError(f"{path}:{number}: {fault}") from None
+            raise CorruptFileError(
+                f"{path}:{number}: not a rollout of this version of rl: {error}"
+            ) from None
         vars(line).update(kind=kind, file=file, offset=offset, length=len(text))
         offset += len(text)
         yield line

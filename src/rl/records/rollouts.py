@@ -63,8 +63,9 @@ def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
             with reading(path), path.open("rb") as file:
                 file.seek(offset)
                 return file.read(length), path
-    why = "deleted by orchestrator.rollouts.keep_last, or moved away"
-    raise RunError(f"{paths[0]}: no longer exists: {why}")
+    raise RunError(
+        f"{paths[0]}: no longer exists: deleted by orchestrator.rollouts.keep_last, or moved away"
+    )
 
 
 class StoredRollout:

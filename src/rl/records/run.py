@@ -93,8 +93,9 @@ class Run:
         """Opens a run. Raises RunError if there is none."""
         self.root = plain(Path(root))
         if not (self.root / "config.toml").is_file():
-            hint = "give the directory that has its config.toml"
-            raise RunError(f"{self.root}: not a run directory; {hint}")
+            raise RunError(
+                f"{self.root}: not a run directory; give the directory that has its config.toml"
+            )
         self._lock = threading.RLock()
         self.reading = threading.RLock()
         """Held while metrics or spans are read, as another thread may update them. The index of
@@ -224,8 +225,9 @@ class Run:
         Raises the errors of `batch`, and RunError if there are no such samples."""
         if samples := list(self.batch(step).of(group, rollout)):
             return samples
-        which = f"group {group}, rollout {rollout} (None means any)"
-        raise RunError(f"batch {step} has no sample of {which}")
+        raise RunError(
+            f"batch {step} has no sample of group {group}, rollout {rollout} (None means any)"
+        )
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":

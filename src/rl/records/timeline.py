@@ -170,8 +170,10 @@ class Timeline:
     marks: Sequence[Mark] = ()
 
     def __repr__(self) -> str:
-        counts = f"{len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} marks"
-        return f"<Timeline: {counts}>"
+        return (
+            f"<Timeline: {len(self.spans)} spans, {len(self.gauges)} gauges, {len(self.marks)} "
+            "marks>"
+        )
 
     def trace(self) -> dict[str, Any]:
         """Converts to Chrome's trace event format (JSON object format). Overlapping spans of a

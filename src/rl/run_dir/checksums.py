@@ -254,13 +254,10 @@ class Mirror:
 
     def _make_room(self, size: int) -> None:
         if size - self.size > (free := memory_bytes()[1]):
-            lacks = f"{size / 2**30:.1f} GiB of memory are needed, {free / 2**30:.1f} GiB are free"
-            remedy = (
-                "free memory, or move the versions with a delta.json away: a resume makes those "
-                "since its checkpoint again"
-            )
             raise RunError(
-                f"delta versions cannot be read: {lacks}; {remedy}. With "
+                f"delta versions cannot be read: {size / 2**30:.1f} GiB of memory are needed, "
+                f"{free / 2**30:.1f} GiB are free; free memory, or move the versions with a "
+                "delta.json away: a resume makes those since its checkpoint again. With "
                 "trainer.weights.anchor_every = 1 all are whole"
             )
         if self.fd < 0:

@@ -116,8 +116,7 @@ class PageGate(HttpGate):
         is_visit = self.is_for_people(scope) and b"navigate" in header(scope, b"sec-fetch-mode")
         if is_own or is_visit:
             return None
-        text = "this server only answers its own page"
-        return refusal(403, "foreign_origin", text, CLOSE)
+        return refusal(403, "foreign_origin", "this server only answers its own page", CLOSE)
 
     def let_in(self) -> Response:
         """Sets the cookie and sends the browser to the page, so that the link stays neither in

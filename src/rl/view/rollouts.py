@@ -356,12 +356,18 @@ def explanation(row: RolloutRow, group: Sequence[RolloutRow], run: Run) -> str:
         if row.advantage and row.reward is not None:
             side = "above" if row.reward > mean else "below" if row.reward < mean else "at"
             if (row.reward - mean) * row.advantage <= 0:  # another baseline, or a length penalty
-                by = f"by {credit(run)}; the mean of {whose} is {mean:.3f}"
-                return f"Trained in step {row.step} with advantage {row.advantage:+.3f}, {by}."
-            reward = f"its reward is {side} the mean of {whose}, {mean:.3f}"
-            return f"Trained in step {row.step} with advantage {row.advantage:+.3f}: {reward}."
-        none = f"{credit(run)} gives it nothing to learn, and its tokens still count in the mean"
-        return f"In the batch of step {row.step} with advantage 0: {none}."
+                return (
+                    f"Trained in step {row.step} with advantage {row.advantage:+.3f}, by "
+                    f"{credit(run)}; the mean of {whose} is {mean:.3f}."
+                )
+            return (
+                f"Trained in step {row.step} with advantage {row.advantage:+.3f}: its reward is "
+                f"{side} the mean of {whose}, {mean:.3f}."
+            )
+        return (
+            f"In the batch of step {row.step} with advantage 0: {credit(run)} gives it nothing to "
+            "learn, and its tokens still count in the mean."
+        )
     if row.why == "stale" and on_policy(run):
         return (
             "Not trained: with max_lag = 0 a batch has tokens of the newest version only, and an "
