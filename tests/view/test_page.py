@@ -558,7 +558,7 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
     for where, said in (
         ("#/tasks?run=first&env=sums&task=7&step=abc", ["step = abc: give a number"]),
         ("#/timeline?run=first&at=abc", ["at = abc: give a number"]),
-        ("#/rollouts?run=first&offset=abc", ["Expected `int`, got `str` - at `$.offset`"]),
+        ("#/rollouts?run=first&offset=abc", ["Expected int, got str - at $.offset"]),
         (
             "#/curves?run=first&from=x&to=3&smooth=7",
             ["from = x: give a number", "smooth = 7: give a number from 0 to 0.99"],
