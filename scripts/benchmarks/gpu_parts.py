@@ -27,7 +27,7 @@ from rl.config.run import RLConfig
 from rl.config.trainer import FakeDataConfig
 from rl.system.errors import RunError
 from rl.trainer import determinism
-from rl.trainer.data.fake import FakeBatches
+from rl.trainer.data.batch_sources import FakeBatches
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_flops, work_of

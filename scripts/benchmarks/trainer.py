@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import FakeDataConfig
 from rl.launch.devices import MALLOC, SPIN
-from rl.trainer.data.fake import FakeBatches
+from rl.trainer.data.batch_sources import FakeBatches
 from rl.trainer.data.packing import Packed
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_memory_gib

@@ -22,7 +22,7 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
-from rl.trainer.measure import tokens
+from rl.trainer.measure import statistics
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
@@ -295,7 +295,7 @@ def fail_a_thread():
     if os.environ["RL_TEST_FAILS"] == "saver":
         checkpoint.write = fails
     elif os.environ["RL_TEST_FAILS"] == "token log":
-        tokens.write_token_log = fails
+        statistics.write_token_log = fails
     else:
         Publisher._is_written = fails
 

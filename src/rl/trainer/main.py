@@ -25,10 +25,9 @@ from rl.run_dir.status import MACHINE_LEASE, Phase, Status, is_over
 from rl.system.errors import CANNOT_WRITE, GIVE_UP, WRONG_SETTINGS, RunError
 from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.prefork import leave
-from rl.trainer.departure import LEFT, Departure, grace_s
-from rl.trainer.parallel.lost import naming_lost_ranks, status_name
+from rl.trainer.departure import LEFT, Departure, grace_s, naming_lost_ranks, status_name
 
-SLOW_IMPORTS = "torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.start"
+SLOW_IMPORTS = "torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.train"
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Environment variables with which users configure torch's GPU allocator; torch reads them at
@@ -104,12 +103,10 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     from torch.distributed import destroy_process_group
     from transformers.utils.logging import disable_progress_bar
 
-    from rl.trainer.data.fake import summary
-    from rl.trainer.measure.memory import keep_to_share
-    from rl.trainer.parallel.rendezvous import START_TIMEOUT_S
-    from rl.trainer.parallel.world import check_nodes, start_world
-    from rl.trainer.start import start
-    from rl.trainer.train import WRITING, train
+    from rl.trainer.data.batch_sources import summary
+    from rl.trainer.measure.performance import keep_to_share
+    from rl.trainer.parallel.world import START_TIMEOUT_S, check_nodes, start_world
+    from rl.trainer.train import WRITING, start, train
 
     disable_progress_bar()
     if os.environ.get("WORLD_SIZE", "1") != "1":

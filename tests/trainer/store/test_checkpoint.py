@@ -1,9 +1,13 @@
+import errno
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import threading
 import time
+import types
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +28,7 @@ from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local, make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
+from rl.trainer.store.checkpoint import SLACK_BYTES, require_space, write_tensors
 from rl.trainer.store.saver import Saver
 from tests.families import CONFIGS
 from tests.trainer.samples import save_checkpoint, toy_step
@@ -357,3 +362,37 @@ def test_an_interval_in_steps_is_obeyed_whatever_it_costs(world, tmp_path, monke
         saver.finish()
         assert [saver.due(step + more, 10**9) for more in (1, 9, 10)] == [False, False, True]
     assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1.0}
+
+
+def test_numbers_that_differ_are_told_apart(tmp_path, monkeypatch):
+    """Both in MiB: what is needed rounded up, what is free rounded down."""
+    needed = torch.zeros(2**20 + 2**18, dtype=torch.uint8)
+    for free, said in (
+        (2**20 + 2**18, "no space left: 1.32 MiB are needed, 1.25 MiB are free"),
+        (needed.nbytes + SLACK_BYTES - 1, "no space left: 1.32 MiB are needed, 1.31 MiB are free"),
+        (0, "no space left: 1.32 MiB are needed, 0.00 MiB are free"),
+    ):
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _, free=free: types.SimpleNamespace(free=free)
+        )
+        with pytest.raises(OSError, match=said):
+            require_space(tmp_path, [needed])
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: types.SimpleNamespace(free=needed.nbytes + SLACK_BYTES)
+    )
+    require_space(tmp_path, [needed])
+
+
+def test_a_full_disk_is_told_as_one(tmp_path):
+    """Regression: safetensors says it in its own words, which count as a fault of the program."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(4096)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(tmp_path / "a.safetensors")

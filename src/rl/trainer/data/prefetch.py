@@ -5,16 +5,14 @@ from dataclasses import replace
 
 from rl.config.run import RLConfig
 from rl.run_dir import spans
-from rl.trainer.data.balance import Layout
 from rl.trainer.data.batch_sources import BatchSource
 from rl.trainer.data.micro_batch import MicroBatch, fill_blocks, micro_batch_tokens
-from rl.trainer.data.minibatches import cut, minibatch_weights
-from rl.trainer.data.packing import Packed, pack
+from rl.trainer.data.packing import Layout, Packed, cut, minibatch_weights, pack
 from rl.trainer.model.modes import Mode
 from rl.trainer.model.routes import Routers
 from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.threads import SingleTaskThread
 from rl.wire.messages import TrainBatch
 from rl.wire.transport import Wait
 

@@ -20,7 +20,7 @@ from rl.run_dir.status import Phase
 from rl.system.errors import RESTART, RunError
 from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.threads import SingleTaskThread
 
 PAUSE = 20.0
 """With an interval in seconds, the least pause after a checkpoint, as a multiple of its cost: at

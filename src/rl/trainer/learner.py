@@ -30,13 +30,13 @@ from rl.trainer import determinism
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function
-from rl.trainer.measure.memory import free_bytes
+from rl.trainer.measure.performance import free_bytes
 from rl.trainer.model import lora
 from rl.trainer.model.head import mode_of, score
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import MOMENTS, local, make_optimizer, optimizer_step
 from rl.trainer.parallel.world import World
-from rl.trainer.store.space import require_space, write_tensors
+from rl.trainer.store.checkpoint import require_space, write_tensors
 from rl.trainer.train import loss_inputs
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.training_calls import CallError, Example, LossCall, NoRoomError, Scored, Step
