@@ -41,15 +41,6 @@ def freeze_rope(model: PreTrainedModel, max_model_len: int) -> None:
                     kinds[layer_type] = FROZEN
 
 
-def kinds_by_length(model: PreTrainedModel) -> list[str]:
-    """Returns the types of the model's rotary embeddings that depend on length."""
-    types = [getattr(module, "rope_type", "") for module in model.modules()]
-    kinds = [
-        kind for each in types for kind in (each.values() if isinstance(each, dict) else [each])
-    ]
-    return [kind for kind in kinds if isinstance(kind, str) and depends_on_length(kind)]
-
-
 def depends_on_length(kind: str) -> bool:
     return kind == "longrope" or "dynamic" in kind
 
