@@ -288,19 +288,15 @@ class AdapterLearner:
 
 def terms_of(inputs: LossInputs, trained: Tensor, settings: AnyLossConfig) -> Tensor:
     """Returns the loss of each target [N], 0 for others than the `trained` [N]."""
-    function = loss_function(settings)
-    if bool(trained.all()):
-        return function(inputs, settings)[0]
-    names = ("trainer_logprobs", "logprobs", "advantages", "entropies", "weights", "sequences")
-    chosen = {name: getattr(inputs, name)[trained] for name in names}
-    number = int(inputs.sequences.max()) + 1
+
+    def of_trained(values: Tensor) -> Tensor:
+        return torch.where(trained, values, 0.0)
 
     def sequence_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(number).index_add(0, chosen["sequences"], values)
+        return inputs.sequence_sum(of_trained(values))
 
-    part = replace(inputs, **chosen, sequence_sum=sequence_sum)
-    terms = function(part, settings)[0]
-    return torch.zeros_like(inputs.weights).masked_scatter(trained, terms)
+    part = replace(inputs, sequence_sum=sequence_sum)
+    return of_trained(loss_function(settings)(part, settings)[0])
 
 
 def cut(key: str, tensor: Tensor, rank: int) -> Tensor:
