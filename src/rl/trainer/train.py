@@ -495,9 +495,10 @@ def load_context(config: RLConfig, world: World, base: str, is_new: bool) -> Tra
     if is_new and dtype == "bfloat16" and not settings.lora:
         dither(model, config.seed)
     reference = load_reference(config, base, model, world)
+    if world.device.type == "cuda":
+        writes, offloads = config.batches_from in WRITING, settings.optim.offload
+        checkpoint.require_host_memory(model, DTYPES[dtype], writes, offloads, world)
     optimizer = make_optimizer(model, settings.optim)
-    if world.device.type == "cuda" and config.batches_from in WRITING:
-        checkpoint.require_host_memory(model, optimizer, DTYPES[dtype], world)
     return TrainContext(model, optimizer, settings, world, reference)
 
 

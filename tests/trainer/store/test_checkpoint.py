@@ -299,17 +299,17 @@ def test_copies_that_do_not_fit_into_the_hosts_memory_are_refused(world, monkeyp
     each start."""
     # as on a GPU: a copy takes 12 GiB, a version 2 GiB
     model = torch.nn.Linear(1 << 10, 1 << 20, bias=False, device="meta")
-    moments = {name: torch.empty_like(model.weight) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer = SimpleNamespace(state={model.weight: moments})
     monkeypatch.setattr(checkpoint, "memory_bytes", lambda: (15 << 30, 15 << 30))
-    checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
+    checkpoint.require_host_memory(model, torch.bfloat16, True, False, world)
+    checkpoint.require_host_memory(model, torch.bfloat16, False, True, world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    said = (
+    copies = (
         r"2 rank\(s\) for checkpoints take 24\.0 GiB of memory, for policy versions 4\.0 GiB, .* "
-        r"this machine has 15\.0 GiB: shard"
     )
-    with pytest.raises(RunError, match=said):
-        checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
+    with pytest.raises(RunError, match=copies + r"this machine has 15\.0 GiB: shard"):
+        checkpoint.require_host_memory(model, torch.bfloat16, True, False, world)
+    with pytest.raises(RunError, match=r"trainer.optim.offload 16\.0 GiB, but this machine"):
+        checkpoint.require_host_memory(model, torch.bfloat16, False, True, world)
 
 
 class Clock:
@@ -364,19 +364,13 @@ def test_an_interval_in_steps_is_obeyed_whatever_it_costs(world, tmp_path, monke
     assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1.0}
 
 
-def test_numbers_that_differ_are_told_apart(tmp_path, monkeypatch):
-    """Both in MiB: what is needed rounded up, what is free rounded down."""
-    needed = torch.zeros(2**20 + 2**18, dtype=torch.uint8)
-    for free, said in (
-        (2**20 + 2**18, "no space left: 1.32 MiB are needed, 1.25 MiB are free"),
-        (needed.nbytes + SLACK_BYTES - 1, "no space left: 1.32 MiB are needed, 1.31 MiB are free"),
-        (0, "no space left: 1.32 MiB are needed, 0.00 MiB are free"),
-    ):
-        monkeypatch.setattr(
-            shutil, "disk_usage", lambda _, free=free: types.SimpleNamespace(free=free)
-        )
-        with pytest.raises(OSError, match=said):
-            require_space(tmp_path, [needed])
+def test_missing_space_is_told_to_the_byte(tmp_path, monkeypatch):
+    needed = torch.zeros(2**20, dtype=torch.uint8)
+    missing = needed.nbytes + SLACK_BYTES - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=missing))
+    text = "no space left: 1,114,112 bytes are needed, 1,114,111 are free"
+    with pytest.raises(OSError, match=text):
+        require_space(tmp_path, [needed])
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: types.SimpleNamespace(free=needed.nbytes + SLACK_BYTES)
     )

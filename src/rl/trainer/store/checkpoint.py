@@ -11,7 +11,6 @@ keeps of other objects would be unpickled by torch, and is refused with the rest
 
 import errno
 import json
-import math
 import os
 import pickle
 import re
@@ -26,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
@@ -40,7 +38,14 @@ from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, read_manifest, verify_checkpoint
 from rl.run_dir.digests import HASH, HashedStream
-from rl.run_dir.files import CorruptFileError, blake2b, commit_directory, fsync_path, temporary_name
+from rl.run_dir.files import (
+    CorruptFileError,
+    blake2b,
+    commit_directory,
+    fsync_path,
+    temporary_name,
+    with_path,
+)
 from rl.run_dir.paths import numbers
 from rl.system import faults
 from rl.system.errors import RunError
@@ -60,30 +65,20 @@ def require_space(directory: Path, tensors: Iterable[Tensor]) -> None:
     Call it before a large write: safetensors and torch report a full disk in ways that cannot be
     recognised.
     """
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        # rounded so that they differ
-        needed_mib, free_mib = (
-            math.ceil(100 * needed / 2**20) / 100,
-            math.floor(100 * free / 2**20) / 100,
-        )
-        raise OSError(
-            errno.ENOSPC,
-            f"no space left: {needed_mib:.2f} MiB are needed, {free_mib:.2f} MiB are free",
-            str(directory),
-        )
+    needed = sum(tensor.nbytes for tensor in tensors) + SLACK_BYTES
+    if (free := shutil.disk_usage(directory).free) < needed:
+        text = f"no space left: {needed:,} bytes are needed, {free:,} are free"
+        raise OSError(errno.ENOSPC, text, str(directory))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises an OSError again that the library has turned into text."""
+    """Writes a safetensors file of adapters. The library's own `save_file` would turn an OSError
+    into text."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     try:
-        save_file(whole, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if number := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-        raise
+        path.write_bytes(save(whole, metadata={"format": "pt"}))
+    except OSError as error:
+        raise with_path(error, path) from None
 
 
 METADATA = ".metadata"
@@ -220,25 +215,23 @@ def snapshot(
 
 
 def require_host_memory(
-    model: PreTrainedModel, optimizer: Optimizer, dtype: torch.dtype, world: World
+    model: PreTrainedModel, dtype: torch.dtype, writes: bool, offloads: bool, world: World
 ) -> None:
-    """Raises RunError if this machine has less memory than its ranks will hold: the copy for
-    checkpoints and the newest version in `dtype`, which both stay, and offloaded moments. A rank
-    would be killed without a message, at the first checkpoint of each start."""
+    """Raises RunError if this machine has less memory than its ranks will hold: if the trainer
+    `writes`, the copy for checkpoints and the newest version in `dtype`, which both stay; if it
+    `offloads`, the moments. A rank would be killed without a message, at the first checkpoint of
+    each start."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    state = [local(tensor) for tensor in tensors_of(model, optimizer, world).values()]
     trained = [local(weight) for weight in model.parameters() if weight.requires_grad]
+    count = ranks * sum(weight.numel() for weight in trained)
     sizes = (
-        sum(tensor.nbytes for tensor in state),
-        # one of the replicas publishes
-        sum(weight.numel() for weight in trained) * dtype.itemsize // world.num_replicas,
-        sum(tensor.nbytes for tensor in state if tensor.is_cpu),
+        12 * count * writes,  # a weight and its moments, in float32
+        count * dtype.itemsize // world.num_replicas * writes,  # one of the replicas publishes
+        8 * count * offloads,
     )
     total = memory_bytes()[0]
-    if ranks * sum(sizes) > total:
-        copies, version, offloaded, memory = (
-            f"{size / 2**30:.1f} GiB" for size in (*(ranks * size for size in sizes), total)
-        )
+    if sum(sizes) > total:
+        copies, version, offloaded, memory = (f"{size / 2**30:.1f} GiB" for size in (*sizes, total))
         raise RunError(
             f"the copies of {ranks} rank(s) for checkpoints take {copies} of memory, for "
             f"policy versions {version}, and trainer.optim.offload {offloaded}, but this machine "
