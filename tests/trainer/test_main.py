@@ -297,7 +297,7 @@ def fail_a_thread():
     elif os.environ["RL_TEST_FAILS"] == "token log":
         statistics.write_token_log = fails
     else:
-        Publisher._is_written = fails
+        Publisher._compare = fails
 
 
 @pytest.mark.parametrize(

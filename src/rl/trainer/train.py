@@ -138,8 +138,7 @@ class Trainer:
                 context, whole = self.context, partial(self.batches.pack, minibatches=1)
                 try_largest(context.model, context.optimizer, whole, self.config, context.world)
         if self.step:
-            # the run may have been killed before it did; an intact version on disk is not written
-            # again
+            # the run may have been killed before it did
             self.publish()
         elif before := self.validate():
             self.write(before)

@@ -25,7 +25,7 @@ import torch
 
 from rl.config.trainer import DISK_S, WeightsConfig
 from rl.run_dir import spans
-from rl.run_dir.checksums import first_difference, is_delta, read_digests, verify_version
+from rl.run_dir.checksums import first_difference, is_delta, read_digests
 from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
 from rl.run_dir.in_memory import Memory, OverNetwork, new_name
 from rl.run_dir.lease import check_fence
@@ -174,19 +174,19 @@ class Publisher:
         self.wait.about(Phase.PUBLISHING, number, "writing it")
         is_new = ranks.of_main(lambda: not path.exists())
         memory = self._in_memory(version)
-        if not self._is_written(number, path, version):
-            fence = partial(check_fence, self.run_dir.lock("trainer"))
-            with spans.span("digest_version", "publisher", number):
-                version.write_record(self.run_dir.digests(number), fence)
-            if is_new and memory:
-                self._announce(WeightVersion(number, str(path), memory), since)
-                faults.point("weights.in_memory")
-            with spans.span("write_version", "publisher", number):
-                # This process, which holds the role, has rejected an existing folder. It may have
-                # readers: replace it atomically.
-                last = self.last if self._is_delta(number) else None
-                # which servers read first
-                version.write(path, new=is_new, fence=fence, last=last, past_cache=bool(memory))
+        self._compare(number, version)
+        fence = partial(check_fence, self.run_dir.lock("trainer"))
+        with spans.span("digest_version", "publisher", number):
+            version.write_record(self.run_dir.digests(number), fence)
+        if is_new and memory:
+            self._announce(WeightVersion(number, str(path), memory), since)
+            faults.point("weights.in_memory")
+        with spans.span("write_version", "publisher", number):
+            # An existing folder, of a version that is trained again, may have readers: replace it
+            # atomically.
+            last = self.last if self._is_delta(number) else None
+            # which servers read first
+            version.write(path, new=is_new, fence=fence, last=last, past_cache=bool(memory))
         if self.config.anchor_every > 1 and self.last.number != number:
             self.last.keep(number, version.image)
         needed = self._announce(WeightVersion(number, str(path)), since)
@@ -242,32 +242,17 @@ class Publisher:
             self.announced, self.latency_s = number, time.monotonic() - since
         return needed
 
-    def _is_written(self, number: int, path: Path, version: PublishedVersion) -> bool:
-        """Whether the same version is already on disk and intact. It is after a kill, when a
-        resumed run trains it again. A delta is not read, which would take the memory for a whole
-        version, but written again; so is what is damaged.
-
-        Warns if the version on disk differs: then the run is not reproducible, and the new version
-        counts; the deltas that follow the old one are deleted.
-        """
-        record = self.ranks.of_main(lambda: content_of(read_digests, self.run_dir.digests(number)))
-        if record is None:
-            return False
-        tensor = first_difference(record["tensors"], version.digests_like(record["tensors"]))
-        if tensor is None:
-            kept = self.ranks.of_main(
-                lambda: None if is_delta(path) else content_of(verify_version, path)
-            )
-            return kept is not None and kept["tensors"] == record["tensors"]
-        if self.ranks.is_main:
-            self._replace(number, tensor, record.get("made_by", {}), version.made_by)
-        return False
-
-    def _replace(
-        self, number: int, tensor: str, before: dict[str, Any], now: dict[str, Any]
-    ) -> None:
-        """Deletes the deltas that follow a version, which cannot be applied to another one. Warns
-        if the conditions `before` and `now` should give the same bits."""
+    def _compare(self, number: int, version: PublishedVersion) -> None:
+        """Compares a version with its record if a resumed run, after a kill, trains it again. If
+        they differ the new one counts; deltas that follow the old one, and cannot be applied to
+        another, are deleted. Warns if equal conditions should have given the same bits."""
+        record = self.ranks.of_main(lambda: record_of(self.run_dir.digests(number)))
+        before, now = (record or {}).get("made_by", {}), version.made_by
+        tensor = record and first_difference(
+            record["tensors"], version.digests_like(record["tensors"])
+        )
+        if not (tensor and self.ranks.is_main):
+            return
         later = number + 1
         while is_delta(path := self.run_dir.weights(later)):
             remove_directory(path)
@@ -312,9 +297,9 @@ class Publisher:
                 thread.result(what, self.deadline_s)
 
 
-def content_of(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any] | None:
-    """Returns what a version's files say; None if they are missing or damaged."""
+def record_of(path: Path) -> dict[str, Any] | None:
+    """Returns a version's record; None if it is missing or damaged."""
     try:
-        return read(path)
+        return read_digests(path)
     except CorruptFileError:
         return None
