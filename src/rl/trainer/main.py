@@ -3,7 +3,6 @@ without torchrun, the only rank."""
 
 import contextlib
 import importlib
-import json
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from typing import NoReturn
 from rl.config.command_line import load_config_or_exit, to_toml
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
-from rl.models.folder import resolve_model
+from rl.models.folder import read_json, resolve_model
 from rl.run_dir import spans
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
@@ -70,19 +69,9 @@ def preload(config: RLConfig) -> None:
     """Imports the modules that `run` will need, and does nothing else."""
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
-    with contextlib.suppress(
-        RunError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-    ):
-        # `run` will report any of these errors.
-        folder = resolve_model(config.model, needs_template=config.plays)
-        kind = json.loads((Path(folder) / "config.json").read_bytes())["model_type"]
+    with contextlib.suppress(RunError, OSError, ImportError):  # `run` will report them
+        folder = Path(resolve_model(config.model, needs_template=config.plays))
+        kind = read_json(folder / "config.json").get("model_type")
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 

@@ -293,9 +293,7 @@ def start_world(
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     launched = "RANK" in os.environ
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if not launched:
-        size = 1
+    rank, size = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE")) if launched else (0, 1)
     check_division(size, dp_replicate, context_parallel, expert_parallel)
     store = join_store(rank, size, start_timeout_s) if launched else dist.HashStore()
     dist.init_process_group(
