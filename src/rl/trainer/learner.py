@@ -18,7 +18,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rl.config.loss import AnyLossConfig, LossConfig
 from rl.config.run import RLConfig
@@ -94,10 +93,10 @@ class AdapterLearner:
         return self.adapters[name]
 
     def _cut(self, name: str) -> dict[str, Tensor]:
-        """Returns a client's tensors with its own rank, wherever they are."""
+        """Returns a client's tensors with its own rank."""
+        self._leave()
         adapters = self._of(name)
-        tensors = self._live() if self.inside == name else adapters.tensors
-        return {key: cut(key, tensor, adapters.rank) for key, tensor in tensors.items()}
+        return {key: cut(key, tensor, adapters.rank) for key, tensor in adapters.tensors.items()}
 
     def _enter(self, name: str) -> None:
         """Puts a client's adapters into the model. Raises CallError if there are none."""
@@ -108,11 +107,7 @@ class AdapterLearner:
         for key, tensor in self._live().items():
             tensor.copy_(adapters.tensors[key])
         for key, gradient in adapters.gradients.items():
-            parameter = self.parameters[key]
-            if isinstance(parameter, DTensor):
-                layout = (parameter.device_mesh, parameter.placements)
-                gradient = DTensor.from_local(gradient, *layout)
-            parameter.grad = gradient
+            self.parameters[key].grad = gradient
         for layer in lora.layers(self.model).values():
             layer.scaling[lora.ADAPTER] = self.settings.alpha / adapters.rank
         adapters.gradients, self.inside = {}, name
@@ -123,7 +118,7 @@ class AdapterLearner:
             for key, tensor in self._live().items():
                 adapters.tensors[key].copy_(tensor)
             adapters.gradients = {
-                key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None
+                key: p.grad for key, p in self.parameters.items() if p.grad is not None
             }
         self.optimizer.zero_grad()
         self.inside = ""
