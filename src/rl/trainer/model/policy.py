@@ -20,7 +20,7 @@ from rl.trainer.model.modes import turn_off_randomness, widen_windows
 from rl.trainer.model.rope import freeze_rope
 from rl.trainer.model.routes import Routers
 from rl.trainer.model.selftest import choose_mode
-from rl.trainer.parallel.experts import check_experts, count_tokens, dispatch_tokens
+from rl.trainer.parallel.experts import count_tokens, dispatch_tokens
 from rl.trainer.parallel.loading import LocalShards, load_rows
 from rl.trainer.parallel.sharding import shard_model
 from rl.trainer.parallel.world import World
@@ -38,7 +38,6 @@ def load_policy(
     only for scoring, so its weights are kept in the dtype that it computes in. Raises RunError if
     the model cannot be computed exactly (see selftest.py) or if tensors are missing from its files.
     """
-    check_experts(folder, config.trust_remote_code, world)
     dtype = DTYPES[config.dtype]
     model = load_rows(
         folder,

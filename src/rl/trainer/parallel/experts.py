@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     EpDispatchExpertsParallel,
     replace_layer_number_by_wildcard,
@@ -36,14 +36,11 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_experts(folder: str, trust_remote_code: bool, world: World) -> None:
-    """Raises RunError unless the experts of the model in `folder` can be divided as `world`
-    says. Reads no weights."""
+def check_experts(model: PreTrainedModel, world: World) -> None:
+    """Raises RunError unless the experts of a model, which may be on the meta device, can be
+    divided as `world` says."""
     if not world.experts:
         return
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     name, experts, groups = type(model).__name__, experts_of(model), world.experts["expert"].size()
     setting = f"trainer.expert_parallel = {groups}"
     if not experts:

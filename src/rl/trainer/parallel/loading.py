@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
 )
 
 from rl.system.errors import RunError
-from rl.trainer.parallel.experts import experts_of, placements_of
+from rl.trainer.parallel.experts import check_experts, experts_of, placements_of
 from rl.trainer.parallel.world import World
 
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -167,6 +167,8 @@ class Reader:
             settings: Any,
             **options: Any,
         ) -> Any:
+            if self.world:
+                check_experts(model, self.world)
             self.whole = why_whole(model, settings)
             with ExitStack() as opened:
                 if not self.whole:
