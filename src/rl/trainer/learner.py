@@ -26,7 +26,7 @@ from rl.run_dir.digests import HASH, digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
 from rl.system.errors import RunError
 from rl.trainer import determinism
-from rl.trainer.data.prefetch import prepare
+from rl.trainer.data.batch_sources import prepare
 from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function
 from rl.trainer.measure.performance import free_bytes

@@ -30,13 +30,15 @@ from rl.trainer.data.batch_sources import (
     FromExamples,
     FromLog,
     FromOrchestrator,
+    Prefetch,
+    Skipped,
+    prepare,
     quarantined_steps,
     text_of,
     validate,
 )
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.data.packing import Packed, compares_with_old
-from rl.trainer.data.prefetch import Prefetch, Skipped, prepare
 from rl.trainer.departure import Departure
 from rl.trainer.loss.common import LossInputs, compute_loss
 from rl.trainer.loss.losses import custom_function, loss_function

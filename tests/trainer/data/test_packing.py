@@ -17,6 +17,7 @@ from rl.config.loss import LossConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
+from rl.trainer.data.batch_sources import prepare
 from rl.trainer.data.micro_batch import micro_batch_tokens
 from rl.trainer.data.packing import (
     Layout,
@@ -29,7 +30,6 @@ from rl.trainer.data.packing import (
     range_tokens,
     sort_samples,
 )
-from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.policy import load_policy

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from rl.trainer.store.image import Image
-from rl.trainer.store.layout import Slice, VersionTensor
+from rl.trainer.store.image import Image, Slice, VersionTensor
 from rl.trainer.store.threads import RankThreads
 
 

@@ -38,8 +38,7 @@ from rl.system.linux import pid_scope
 from rl.trainer.determinism import differing_conditions
 from rl.trainer.model import lora
 from rl.trainer.parallel.world import World
-from rl.trainer.store.image import Image, LastVersion, ranges
-from rl.trainer.store.layout import header
+from rl.trainer.store.image import Image, LastVersion, header, ranges
 from rl.trainer.store.threads import RankThreads, SingleTaskThread
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.messages import Acknowledged, WeightVersion

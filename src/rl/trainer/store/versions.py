@@ -32,8 +32,7 @@ from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.model import lora
 from rl.trainer.store.checkpoint import require_space
-from rl.trainer.store.image import Image, LastVersion, image_of
-from rl.trainer.store.layout import VersionTensor, header
+from rl.trainer.store.image import Image, LastVersion, VersionTensor, header, image_of
 from rl.trainer.store.threads import RankThreads
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
