@@ -1,6 +1,7 @@
-"""The packed model against the plain one, and against itself: values, gradients, and what it does not
-depend on. The frozen reference: it scores as the model that it was loaded from, whatever the policy
-has become; and the terms beside the loss.
+"""The packed model against the plain one, and against itself: values, gradients, and what it does
+not depend on. The frozen reference: it scores as the model that it was loaded from, whatever the
+policy has become; and the terms beside the loss. Rotary embeddings that depend on length: what a
+sample gets does not depend on its row, and is what inference has.
 """
 
 import json
@@ -368,3 +369,59 @@ def test_what_cannot_be_a_reference(tied_folder, world):
         match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids",
     ):
         load_reference(make_config(kl_coefficient=0.1), str(tied_folder), policy, world)
+
+
+def scored(model, world, *samples):
+    batch = TrainBatch(step=1, samples=list(samples))
+    (row,) = pack_alone(batch).micro_batches
+    return score(model, row, world).logprobs[row.sequences == 0]
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(world, tmp_path):
+    """Up to 64 tokens this model has other frequencies in transformers than beyond; before they
+    were frozen, a nat and more."""
+    folder = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
+    short, long = (
+        make_sample(list(range(3, 23)), [30, 31, 32]),
+        make_sample(list(range(3, 120)), [40, 41], group=1),
+    )
+    by_length = {}
+    for max_model_len in (64, 512):
+        model = load_policy(
+            str(folder),
+            ModelConfig(dtype="float32", max_model_len=max_model_len),
+            TrainerConfig(),
+            world,
+        )
+        alone = by_length[max_model_len] = scored(model, world, short)
+        assert torch.allclose(scored(model, world, short, long), alone, atol=2e-5)
+    assert (by_length[64] - by_length[512]).abs().max() > 0.1, (
+        "the longest sequence that is served decides"
+    )
+
+
+def test_frequencies_are_those_of_inference(world, tmp_path):
+    """Literal numbers of vLLM's formulas: 1 / (factor * base^(2i/d)), the scaling, and dynamic
+    NTK's base at the length of its table."""
+    phi3 = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
+    for max_model_len, factors in ((64, (1.0, 1.0625)), (65, (2.0, 3.0))):
+        rope = load_policy(
+            str(phi3), ModelConfig(max_model_len=max_model_len), TrainerConfig(), world
+        ).model.rotary_emb
+        assert rope.inv_freq[:2].tolist() == pytest.approx(
+            [1 / factors[0], 1 / (factors[1] * 1e4 ** (2 / 32))]
+        )
+        assert rope.attention_scaling == pytest.approx(1.2909944)  # sqrt(1 + log 16 / log 64)
+    dynamic = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
+    rope = load_policy(
+        str(dynamic), ModelConfig(max_model_len=1024), TrainerConfig(), world
+    ).model.rotary_emb
+    base = 1e4 * (4 * 1024 / 128 - 3) ** (32 / 30)
+    assert rope.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
+
+
+def test_lengths_without_frequencies_are_refused(world, tmp_path):
+    """vLLM reads beyond the end of its table there: nan."""
+    folder = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
+    with pytest.raises(RunError, match=r"set model\.max_model_len to at most 1024"):
+        load_policy(str(folder), ModelConfig(max_model_len=1025), TrainerConfig(), world)
