@@ -1,6 +1,6 @@
-"""SIGTERM to real trainer processes: at once, or after a checkpoint, from which the next start goes on
-as if nothing had been. And two real ranks, one of which is lost or late in a part of the training
-that both take part in.
+"""SIGTERM to real trainer processes: at once, or after a checkpoint, from which the next start goes
+on as if nothing had been. And two real ranks, one of which is lost or late in a part of the
+training that both take part in.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""A micro batch on its way through the trainer, and the state that training starts from: which masters
-have dither.
+"""A micro batch on its way through the trainer, and the state that training starts from: which
+masters have dither.
 """
 
 import contextlib

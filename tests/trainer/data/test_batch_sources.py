@@ -1,5 +1,5 @@
-"""Random batches. Supervised fine-tuning: what a batch has, its loss against plain cross entropy, and
-the real trainer, resumed and on two ranks.
+"""Random batches. Supervised fine-tuning: what a batch has, its loss against plain cross entropy,
+and the real trainer, resumed and on two ranks.
 """
 
 import json

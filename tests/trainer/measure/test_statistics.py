@@ -1,5 +1,5 @@
-"""Metrics over tokens by hand. The token log: what is noted of each token, against plain transformers,
-and its files.
+"""Metrics over tokens by hand. The token log: what is noted of each token, against plain
+transformers, and its files.
 """
 
 import math
