@@ -246,16 +246,16 @@ class Publisher:
         they differ the new one counts; deltas that follow the old one, and cannot be applied to
         another, are deleted. Warns if equal conditions should have given the same bits."""
         record = self.ranks.of_main(lambda: record_of(self.run_dir.digests(number)))
-        before, now = (record or {}).get("made_by", {}), version.made_by
-        tensor = record and first_difference(
-            record["tensors"], version.digests_like(record["tensors"])
-        )
-        if not (tensor and self.ranks.is_main):
+        if record is None:
+            return
+        tensor = first_difference(record["tensors"], version.digests_like(record["tensors"]))
+        if tensor is None or not self.ranks.is_main:
             return
         later = number + 1
         while is_delta(path := self.run_dir.weights(later)):
             remove_directory(path)
             later += 1
+        before, now = record.get("made_by", {}), version.made_by
         if before.get("deterministic") and now.get("deterministic"):
             why = (
                 differing_conditions(before, now)
