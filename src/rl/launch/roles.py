@@ -80,16 +80,18 @@ def preparing(config: RLConfig) -> list[str]:
 
 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
-    """Returns inference (unless it runs elsewhere), orchestrator and trainer. They find each other
-    by their status files, in any order.
+    """Returns the processes of a run: inference (unless it runs elsewhere), orchestrator and
+    trainer; of `rl serve` inference and the trainer of its clients. They find each other by their
+    status files, in any order.
 
     If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM
     starts, it attributes any loss of free memory to itself, and exits if free memory grows. With a
     service for training and sampling, both are small processes that ask it.
     """
-    shares = {"inference": division.inference, "trainer": division.trainer}
+    training = division.trainer
+    shares = {"inference": division.inference, "trainer": training, "tinker": training}
     names = [name for name in config.kind.roles if name != "inference" or config.starts_inference]
-    shared = "inference" in names and {*division.trainer.gpus} & {*division.inference.gpus}
+    shared = "inference" in names and {*training.gpus} & {*division.inference.gpus}
     started = []
     for name in names:
         share = shares.get(name)
@@ -103,7 +105,8 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
                 command(name, run_dir, division.ranks),
                 share.env if share else {},
                 share.cores if share else None,
-                leaves_copy=name != "trainer" or division.ranks == 1,
+                leaves_copy=name in ("inference", "orchestrator")
+                or (name == "trainer" and division.ranks == 1),
                 after_server=name == "trainer" and bool(shared),
             )
         )
