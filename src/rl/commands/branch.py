@@ -139,8 +139,7 @@ def main(args: list[str], children: Children) -> int:
         print(to_toml(config), end="")
         raise SystemExit(0)  # like the dry run of every command
     if config.cluster is None:
-        config = devices.implied_again(config, stored, machine())
-        config = devices.write_into(config, devices.split(config, machine()))
+        devices.split(config, machine())  # raises ConfigError before anything is written
     origin = BranchOrigin(str(root), step, round(time.time(), 3), changes)
     make(config, parent, origin, clean="clean" in line.switches)
     head = f"{config.run_dir.root}: {origin}"

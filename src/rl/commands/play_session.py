@@ -187,7 +187,6 @@ async def start_in(
     config, box = server_config(config, model, folder, adapter), machine()
     devices.check_build(config, box)
     division = devices.split(config, box)
-    config = devices.write_into(config, division)
     run_dir = config.run_dir
     write_config(run_dir.config, config)
     if adapter:  # a server starts at its run's newest version
@@ -201,7 +200,7 @@ async def start_in(
         fault = (last_lines(finder.log) or [f"the model: {finder.ending()}"])[-1]
         raise RunError(f"{fault}\n  the whole log: {finder.log}")
     weights = resolve_model(config.model)
-    child = roles.start(children, "inference", run_dir, division.inference, 1, logs)
+    child = roles.start(children, "inference", run_dir, division, logs)
     return PolicyServer(config, weights, child)
 
 

@@ -43,8 +43,8 @@ def main(args: list[str], children: Children) -> int:
         args, "rl serve", variables=os.environ, usage=HELP, given=preset, dry_run=dry_run
     )
     is_clean = "clean" in line.switches
-    placement = on_this_machine(config.with_absolute_paths())
-    config = placement.config
+    config = config.with_absolute_paths()
+    placement = on_this_machine(config)
     check_same(config, clean=is_clean)
     check_ports(config)
     assert config.serve

@@ -13,7 +13,7 @@ READ = {
     "inference": "host port startup_timeout_s",
 }
 """Section -> the settings that have an effect; others must have their defaults."""
-WRITTEN = {"trainer.gpus": 0, "trainer.ranks": 1, "inference.gpus": 0}
+WRITTEN = {"trainer.gpus": 0, "inference.gpus": 0}
 """Values that a run's config.toml has besides the defaults."""
 INSTEAD = {
     "trainer.lora": "the service trains adapters anyway: leave it out, and set tinker.lora_rank",

@@ -50,7 +50,8 @@ AGENT = [*PYTHON, "-m", "torch.distributed.run", "--no-python"]
 
 
 def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
-    """Returns the command of a process, which reads everything else from the run's config.toml."""
+    """Returns the command of a process, which reads everything else, but the division of the
+    machine, from the run's config.toml."""
     config = str(run_dir.config)
     if name in PREPARING:
         return [*PYTHON, "-m", PREPARING[name], config]
@@ -67,11 +68,13 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
 
 
 def start(
-    children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path
+    children: Children, name: str, run_dir: RunDir, division: devices.Split, log_dir: Path
 ) -> Child:
     """Starts one process of a run on its share of the machine, for a command that supervises it
     itself."""
-    return children.start(name, command(name, run_dir, ranks), share.env, log_dir, share.cores)
+    share = division.inference if name == "inference" else division.trainer
+    words = [*command(name, run_dir, division.ranks), *division.flags]
+    return children.start(name, words, share.env, log_dir, share.cores)
 
 
 def preparing(config: RLConfig) -> list[str]:
@@ -102,7 +105,7 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
         started.append(
             Role(
                 name,
-                command(name, run_dir, division.ranks),
+                [*command(name, run_dir, division.ranks), *(division.flags if share else ())],
                 share.env if share else {},
                 share.cores if share else None,
                 leaves_copy=name in ("inference", "orchestrator")

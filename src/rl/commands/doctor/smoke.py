@@ -69,10 +69,9 @@ def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children)
         division = devices.split(smoke, machine())
     except ConfigError as error:
         return Check("FSDP", "FAIL", " ".join(str(error).split()))
-    smoke = devices.write_into(smoke, division)
     run_dir, ranks, start = smoke.run_dir, division.ranks, time.monotonic()
     write_config(run_dir.config, smoke)
-    child = roles.start(children, "trainer", run_dir, division.trainer, ranks, work / "logs")
+    child = roles.start(children, "trainer", run_dir, division, work / "logs")
     if fault := fault_of(child, TIMEOUT_S):
         return Check("FSDP", "FAIL", f"a training step on a tiny model {fault}")
     step_s = read_metrics(run_dir.metrics)[STEPS, "trainer"]["time/step"]
