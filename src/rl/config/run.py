@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rl.config.base import ABSOLUTE_PATHS, NAMES, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
+from rl.config.base import ABSOLUTE_PATHS, NAMES, PATH, PATH_IF_EXISTS, TEMPLATE, Settings, switch
 from rl.config.cluster import ClusterConfig
 from rl.config.inference import InferenceConfig
 from rl.config.kinds import (
@@ -110,7 +110,7 @@ def longest_sequence(config: dict[str, Any]) -> int | None:
 class ModelConfig(Settings):
     """The model to train."""
 
-    name: Annotated[str, Field(min_length=1), PATH_IF_FOLDER] = (
+    name: Annotated[str, Field(min_length=1), PATH_IF_EXISTS] = (
         "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
     """A folder in Hugging Face format, or a model's id on the hub."""
