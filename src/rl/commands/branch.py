@@ -13,7 +13,7 @@ from rl.cluster.submit import start
 from rl.commands.policy_spec import find_run, version_number
 from rl.config.command_line import CommandLine, fail, load_config_or_exit, to_toml, write_config
 from rl.config.differences import changed_keys
-from rl.config.options import take
+from rl.config.options import need_names, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
@@ -98,11 +98,8 @@ HELD_OUT = ("sft.validation", "sft.validation_split")
 def main(args: list[str], children: Children) -> int:
     """Creates the branch and trains it. Checks everything before writing anything."""
     _, rest = take("rl branch", args, (), HELP)
-    if not rest or rest[0].startswith(("-", "@")):
-        fail(
-            "rl branch",
-            "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW",
-        )
+    which = "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW"
+    need_names("rl branch", rest[:1], (1,), which)
     flags, (root, version) = rest[1:], find_run(rest[0])
     root = root.resolve()
     parent_config, stored = root / "config.toml", stored_config(root).with_absolute_paths()

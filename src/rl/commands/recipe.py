@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rl.config.command_line import build, fail, parse_args, read_toml
-from rl.config.options import option_lines, options, take
+from rl.config.options import need_names, option_lines, options, take
 from rl.launch.children import Children
 from rl.run_dir.access_token import VARIABLE
 from rl.run_dir.files import write_directory
@@ -190,10 +190,7 @@ def program(folder: Path) -> str:
 
 def main(args: list[str], children: Children) -> int:
     values, rest = take("rl recipe", args, OPTIONS, HELP)
-    if len(rest) > 1 or any(word.startswith(("-", "@")) for word in rest):
-        known = ", ".join(names())
-        text = f"{' '.join(rest)}: not understood; give the name of one recipe, {known}"
-        fail("rl recipe", text)
+    need_names("rl recipe", rest, (0, 1), f"give the name of one recipe, {', '.join(names())}")
     flags = {key for key, value in values.items() if value is not None}
     is_check = "check" in flags
     if flags and (not rest or "to" in flags if is_check else flags != {"to"} or not rest):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,16 @@ def take(
     except ConfigError as error:
         fail(program, str(error))
     return values, rest
+
+
+def need_names(
+    program: str, words: list[str], numbers: Collection[int], which: str
+) -> list[str]:
+    """Returns the words that are left of a command line if they are names, as many as `numbers`
+    allow, and neither flags nor files. Exits with code 2 otherwise, and says `which`."""
+    if len(words) not in numbers or any(word.startswith(("-", "@")) for word in words):
+        fail(program, which)
+    return words
 
 
 def parse(option: Option, text: str) -> Any:
