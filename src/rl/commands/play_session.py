@@ -41,6 +41,7 @@ from rl.wire.worker_messages import Description, Endpoint, PolicySpec, Ready
 
 if TYPE_CHECKING:
     from rl.orchestrator.workers.pool import PlayJob, WorkerPool
+    from rl.wire.inference_client import InferenceServers
 
 POLL_S = 0.2
 CONCURRENCY = 64
@@ -115,6 +116,19 @@ class PolicyServer:
     model: str
     """The model's folder."""
     child: Child
+
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator["InferenceServers"]:
+        """Waits until it is ready, and yields what asks it. Raises RunError."""
+        from rl.wire.inference_client import InferenceServers
+
+        timeout_s = self.config.orchestrator.inference_timeout_s
+        servers = InferenceServers([], self.config.run_dir.status("inference"), timeout_s)
+        try:
+            await self.ready()
+            yield servers
+        finally:
+            await servers.close()
 
     def check(self) -> None:
         """Raises RunError if the server has ended."""
