@@ -18,7 +18,7 @@ import pytest
 
 from rl.cluster.submit import dry_run
 from rl.config.cluster import ClusterConfig
-from rl.config.command_line import CommandLine, from_toml, to_toml, write_config
+from rl.config.command_line import CommandLine, from_toml
 from rl.config.run import RLConfig
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
@@ -37,7 +37,7 @@ from rl.run_dir.events import read_events
 from rl.run_dir.lease import LockOwner, lease_path
 from rl.run_dir.paths import RunDir
 from rl.system import sandbox
-from rl.system.errors import ConfigError, RunError, system_error
+from rl.system.errors import RunError, system_error
 from rl.system.linux import bind
 from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch

@@ -39,7 +39,9 @@ def main(verb: str, args: list[str]) -> int:
     flags = OPTIONS[verb]
     values, rest = take(f"rl env {verb}", args, flags, usage(f"usage: {VERBS[verb]}", flags))
     numbers = {"list": (0,), "freeze": (1, 2)}.get(verb, (1,))
-    need_names(f"rl env {verb}", rest, numbers, f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}")
+    need_names(
+        f"rl env {verb}", rest, numbers, f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}"
+    )
     if verb == "list":
         return show()
     if verb == "remove":

@@ -92,8 +92,12 @@ def runs_given(
     """Splits off a command's own flags. Returns their values by key, and the directories of the
     `count` runs that the other arguments name. Exits with code 2 on a fault."""
     values, rest = take(program, args, options, text)
-    which = "which run? Give only its directory" if count == 1 else "which runs? Give two, by directory"
-    need_names(program, rest, (count,), f"{which} or name, {program} outputs/NAME; {program} --help")
+    which = (
+        "which run? Give only its directory" if count == 1 else "which runs? Give two, by directory"
+    )
+    need_names(
+        program, rest, (count,), f"{which} or name, {program} outputs/NAME; {program} --help"
+    )
     try:
         return values, [named_run(word) for word in rest]
     except ConfigError as error:

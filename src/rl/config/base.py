@@ -5,7 +5,6 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field

@@ -70,9 +70,7 @@ def take(
     return values, rest
 
 
-def need_names(
-    program: str, words: list[str], numbers: Collection[int], which: str
-) -> list[str]:
+def need_names(program: str, words: list[str], numbers: Collection[int], which: str) -> list[str]:
     """Returns the words that are left of a command line if they are names, as many as `numbers`
     allow, and neither flags nor files. Exits with code 2 otherwise, and says `which`."""
     if len(words) not in numbers or any(word.startswith(("-", "@")) for word in words):

@@ -215,11 +215,7 @@ def engine_arguments(arguments: dict[str, Any], gpus: list[int], *, shared: bool
 def unused(config: RLConfig, division: Split, box: Machine) -> str:
     """Returns a note about GPUs that no process of the run has; empty if there are none."""
     training, serving = division.trainer.gpus, division.inference.gpus
-    left = [
-        str(gpu)
-        for gpu in range(len(box.gpus))
-        if gpu not in [*training, *serving]
-    ]
+    left = [str(gpu) for gpu in range(len(box.gpus)) if gpu not in [*training, *serving]]
     if not left or config.is_remote:
         return ""
     arguments = f"trainer.gpus = {training}, inference.gpus = {serving}"
