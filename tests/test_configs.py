@@ -16,9 +16,8 @@ from recipe_curves import HEAD, drawn_from, table
 from rl.cluster.submit import dry_run
 from rl.commands.collect import OPTIONS
 from rl.commands.recipe import RECIPES, commands, copy, names, read
-from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, to_toml
+from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, take, to_toml
 from rl.config.environment_id import read_id
-from rl.config.options import take
 from rl.config.plan import Plan, plan
 from rl.launch import devices
 from rl.system.machine import Machine

@@ -11,9 +11,16 @@ import msgspec
 
 from rl.cluster.submit import start
 from rl.commands.policy_spec import find_run, version_number
-from rl.config.command_line import CommandLine, fail, load_config_or_exit, to_toml, write_config
+from rl.config.command_line import (
+    CommandLine,
+    fail,
+    load_config_or_exit,
+    need_names,
+    take,
+    to_toml,
+    write_config,
+)
 from rl.config.fields import changed_keys
-from rl.config.options import need_names, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices

@@ -5,8 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.policy_spec import find_run, need_weights, version_number
-from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import need_names, option_lines, options, take
+from rl.config.command_line import (
+    fail,
+    load_config_or_exit,
+    need_names,
+    option_lines,
+    options,
+    take,
+)
 from rl.config.stored import run_dir_of
 from rl.launch.children import Children
 from rl.launch.prepare import ranges

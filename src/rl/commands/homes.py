@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rl.commands.options import usage
 from rl.commands.policy_spec import named_run
+from rl.config.command_line import Option, need_names, options, take
 from rl.config.environment_id import fetched, homes_root, module_name, read_id, requirement_fault
-from rl.config.options import Option, need_names, options, take
 from rl.homes.home import delete, read, read_record, read_records, text_of
 from rl.homes.make import ensure, install_record
 from rl.homes.request import Request

@@ -8,7 +8,7 @@ from pathlib import Path
 from rl.cluster.submit import is_queued
 from rl.commands.options import open_run
 from rl.commands.policy_spec import named_run
-from rl.config.options import need_names, option_lines, options, take
+from rl.config.command_line import need_names, option_lines, options, take
 from rl.launch.children import Children
 from rl.launch.watch import LOOK_S, Life
 from rl.run_dir.files import LineReader

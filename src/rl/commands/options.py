@@ -8,10 +8,18 @@ from typing import Any
 
 from rl.commands.policy_spec import PolicySource, named_run, split_run
 from rl.config.base import MAX_RUN_NAME
-from rl.config.command_line import CommandLine, fail, load_config_or_exit
+from rl.config.command_line import (
+    CommandLine,
+    Option,
+    fail,
+    load_config_or_exit,
+    need_names,
+    option_lines,
+    options,
+    take,
+)
 from rl.config.faults import Spelled
 from rl.config.help import SETTINGS
-from rl.config.options import Option, need_names, option_lines, options, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.run_dir.paths import RunDir

@@ -16,8 +16,16 @@ from typing import Any
 
 import msgspec
 
-from rl.config.command_line import build, fail, parse_args, read_toml
-from rl.config.options import need_names, option_lines, options, take
+from rl.config.command_line import (
+    build,
+    fail,
+    need_names,
+    option_lines,
+    options,
+    parse_args,
+    read_toml,
+    take,
+)
 from rl.launch.children import Children
 from rl.run_dir.access_token import VARIABLE
 from rl.run_dir.files import write_directory

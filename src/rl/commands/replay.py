@@ -11,8 +11,7 @@ from typing import Any
 from rl.commands.options import open_run, runs_given
 from rl.commands.policy_spec import need_weights
 from rl.commands.serve_process import NAME as SERVER
-from rl.config.command_line import fail, to_toml, write_config
-from rl.config.options import option_lines, options
+from rl.config.command_line import fail, option_lines, options, to_toml, write_config
 from rl.config.run import RLConfig
 from rl.config.stored import stored_config
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from rl.commands.policy_spec import named_run
-from rl.config.options import need_names, option_lines, options, take
+from rl.config.command_line import need_names, option_lines, options, take
 from rl.diagnosis.rollouts import Row, Selection, ranked, read_all, rollout_files, rollout_text
 from rl.launch.children import Children
 from rl.launch.prepare import ranges

@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from rl.config.kinds import SftConfig
 from rl.config.run import RLConfig
-from rl.config.sft import SftConfig
 from rl.models.chat import Message, RendererError, Tool
 from rl.models.conversation import REASONING, conversation_ids, has_content, missing_text
 from rl.models.folder import own_template, resolve_model, vocab_size
