@@ -1,5 +1,5 @@
-"""Computes shared prefixes once: sorts the samples of a batch, and lays out the samples of each
-micro batch as trees.
+"""Computes shared prefixes once: sorts the samples of a batch, so that packing.py can lay out those
+of each micro batch as trees.
 
 The samples of a group share a prefix (prompt, history, often the first answer tokens). They are
 sorted within groups, and each is stored with the length of the prefix that it shares with the one

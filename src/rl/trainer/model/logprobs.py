@@ -1,5 +1,5 @@
-"""Log-probability and entropy of given tokens, a few rows at a time, so that memory never holds all
-logits or float32 copies of them.
+"""Log-probability and entropy of given tokens, a few rows at a time, so that memory holds only some
+of the logits, and of their float32 copies, at once.
 
 Chunks are recomputed in the backward pass (torch's `checkpoint`). Logits have the type that the
 model computes in, as in the inference engine; the softmax is float32.
