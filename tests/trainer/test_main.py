@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rl.trainer.main
+import rl.trainer.train
 from rl.commands import serve_process
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
@@ -208,6 +209,33 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
     for version in range(1, STEPS + 1):
         ours, theirs = (d.tokens(version) for d in (run_dir, straight[0]))
         assert ours.read_bytes() == theirs.read_bytes(), version
+
+
+def killed_beside_the_line_of_step_2():
+    """The process is killed where it would write the line, once a checkpoint of the step is
+    there, if one is being written; otherwise after that line."""
+    log = rl.trainer.train.Trainer.log
+
+    def slow(trainer, *args):
+        if trainer.step == 2:
+            trainer.saver.finish()
+            if trainer.saver.step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        log(trainer, *args)
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rl.trainer.train.Trainer.log = slow
+
+
+def test_no_checkpoint_comes_before_its_line_of_metrics(tied_folder, tmp_path):
+    """A run resumed from it does not train its step again, so the line would be lost."""
+    config = make_config(tmp_path, tied_folder)
+    with StubOrchestrator(config.run_dir, batches()):
+        hook = "tests.trainer.test_main:killed_beside_the_line_of_step_2"
+        run_trainer(config, -signal.SIGKILL, hook)
+        run_trainer(config)
+    assert {step for step, _ in read_metrics(config.run_dir.metrics)} == set(range(1, STEPS + 1))
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_folder, tmp_path):

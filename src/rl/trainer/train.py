@@ -3,6 +3,7 @@ configuration and the newest checkpoint. `Trainer` holds them, and does the work
 step. `train` runs all steps, and `train_step` trains one batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -206,10 +207,11 @@ class Trainer:
             timer.lap("validation")
         return metrics
 
-    def save_checkpoint(self) -> None:
-        """Copies the state after `step`; the saver's thread writes it while training continues."""
+    def copy_state(self) -> Callable[[], None]:
+        """Copies the state after `step`. Returns what makes the saver's thread write it, while
+        training continues."""
         self.status.enter(Phase.COPYING_STATE, self.step)
-        self.saver.save(self.step, self.context.model, self.context.optimizer)
+        return self.saver.copy(self.step, self.context.model, self.context.optimizer)
 
     def log(self, metrics: dict[str, float], ready: Packed | Skipped, timer: Timer) -> None:
         """Writes this step's metrics line, with timings and throughput."""
@@ -231,7 +233,7 @@ class Trainer:
         """Saves a checkpoint of the last step if there is none, and waits for the writing
         threads."""
         if self.step > self.saver.newest_started and self.config.batches_from != "fake":
-            self.save_checkpoint()
+            self.copy_state()()
         self.publisher.finish()
         if self.context.token_files:
             self.context.token_files.finish()
@@ -267,11 +269,11 @@ def train(trainer: Trainer) -> bool:
             has_trained = True
         trainer.step = step
         leaves = trainer.leaves()
-        # A trainer that must leave saves before anything slow; `receive` then ends the loop. A run
-        # resumed from this checkpoint does not log this step again.
+        # A run resumed from a checkpoint does not log its step again, so the step's line comes
+        # first. A trainer that must leave saves before anything slow; `receive` then ends the loop.
         if leaves:
             trainer.log(metrics, ready, timer)
-            trainer.save_checkpoint()
+            trainer.copy_state()()
             timer.lap("checkpoint")
         checkpoint_is_due = not leaves and trainer.saver.due(step, trainer.last_step)
         if checkpoint_is_due or leaves or trainer.every_version_is_read:
@@ -280,14 +282,14 @@ def train(trainer: Trainer) -> bool:
         if checkpoint_is_due:
             metrics |= trainer.probe(timer)
         held_out = trainer.validate(timer)
-        # after everything slow: a run resumed from this checkpoint does not log this step again
-        if checkpoint_is_due:
-            trainer.save_checkpoint()
+        write_checkpoint = trainer.copy_state() if checkpoint_is_due else None
         timer.lap("checkpoint")
         if not leaves:
             trainer.log(metrics | held_out, ready, timer)
         elif held_out:  # only if the grace has been long enough
             trainer.write(held_out)
+        if write_checkpoint:
+            write_checkpoint()
     trainer.finish()
     return trainer.leaves()
 

@@ -129,7 +129,7 @@ def test_the_state_is_copied_into_the_same_memory_again(trained, world, tmp_path
     saver = Saver(RunDir(tmp_path, tmp_path), TrainerConfig(), world, 0)
     for step in (1, 2):
         toy_step(*trained)
-        saver.save(step, *trained)
+        saver.copy(step, *trained)()
         saver.finish()
     first, second = seen
     assert first and all(first[name].data_ptr() == second[name].data_ptr() for name in first)
@@ -239,7 +239,7 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(
     saver = Saver(run_dir, TrainerConfig(), world, 0)
     toy_step(*trained)
     expected = state(*trained)
-    saver.save(1, *trained)
+    saver.copy(1, *trained)()
     toy_step(*trained)
     saver.thread.raise_errors()
     assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
@@ -253,7 +253,7 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(
     assert checkpoint.differing(run_dir.checkpoint(1), *other, world) == []
     assert len(checkpoint.differing(run_dir.checkpoint(1), *trained, world)) == len(expected)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
-    saver.save(2, *trained)
+    saver.copy(2, *trained)()
     with pytest.raises(OSError, match="no space left"):
         saver.finish()
     saver.finish()
@@ -266,7 +266,7 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     saver.deadline_s, said = 0.1, []
     # so that the status says so, and nobody blames the batch
     saver.thread.on_error = lambda: said.append(saver.newest_started)
-    saver.save(1, *trained)
+    saver.copy(1, *trained)()
     with pytest.raises(
         RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"
     ):
@@ -330,7 +330,7 @@ class Clock:
         """Saves the state after `step`, which is due at this time and not before."""
         for self.now in (at - 1, at):
             assert saver.due(step, 10**9) == (self.now == at)
-        saver.save(step, None, None)
+        saver.copy(step, None, None)()
         saver.finish()
 
 
@@ -358,7 +358,7 @@ def test_an_interval_in_steps_is_obeyed_whatever_it_costs(world, tmp_path, monke
     Clock(monkeypatch)
     saver = saver_of(tmp_path, world, interval=10)
     for step in (10, 20):
-        saver.save(step, None, None)
+        saver.copy(step, None, None)()
         saver.finish()
         assert [saver.due(step + more, 10**9) for more in (1, 9, 10)] == [False, False, True]
     assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1.0}

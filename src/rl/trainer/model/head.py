@@ -1,5 +1,5 @@
 """Computes log-probability and entropy of a micro batch's loss tokens in the model's head, a few
-rows at a time: logits of all tokens, or float32 copies of them, never exist.
+rows at a time: memory holds only some of the logits, and of their float32 copies, at once.
 
 Chunks are recomputed in the backward pass (torch's `checkpoint`). Logits have the type that the
 model computes in, as in the inference engine; the softmax is float32.

@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from rl.config.kinds import SftConfig
 from rl.config.run import RLConfig
-from rl.config.sft import SftConfig
 from rl.models.chat import Message, RendererError, Tool
 from rl.models.folder import own_template, resolve_model, vocab_size
 from rl.models.renderer import (
