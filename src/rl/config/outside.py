@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.base import Fault
-from rl.config.differences import leaves
-from rl.config.fields import without_none
+from rl.config.fields import leaves, without_none
 from rl.config.loss import CustomConfig
 from rl.config.orchestrator import CustomCreditConfig
 from rl.config.rows import TABLES, task_rows
