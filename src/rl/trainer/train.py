@@ -31,6 +31,7 @@ from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer, Work, performance
 from rl.trainer.measure.statistics import Statistics
 from rl.trainer.measure.tokens import TokenColumns, TokenFiles
+from rl.trainer.model import lora
 from rl.trainer.model.head import Scores, keep_old, mode_of, score
 from rl.trainer.model.policy import DTYPES
 from rl.trainer.model.reference import reference_logprobs
@@ -240,6 +241,7 @@ def train(trainer: Trainer) -> bool:
             metrics = train_batch(trainer, ready, timer)
             if not has_trained:  # the first compiles, on one rank for longer than on another
                 world.set_timeout(trainer.config.trainer.rank_timeout_s)
+                lora.warn_of_untrained(trainer.context.model, trainer.context.optimizer)
             has_trained = True
         trainer.step = step
         leaves = trainer.leaves()
