@@ -40,6 +40,7 @@ from rl.trainer.sft.tokens import prepare_data
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
+from rl.trainer.store.versions import say_what_is_left_out
 from rl.trainer.train import WRITING, TrainContext, Trainer
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.transport import OrchestratorClient, Wait
@@ -135,6 +136,8 @@ def load_context(config: RLConfig, world: World, base: str, is_new: bool) -> Tra
         dither(model, config.seed)
     reference = load_reference(config, base, model, world)
     optimizer = make_optimizer(model, settings.optim)
+    if world.is_main and config.batches_from in WRITING:
+        say_what_is_left_out(Path(base))
     if world.device.type == "cuda" and config.batches_from in WRITING:
         checkpoint.require_host_memory(model, optimizer, DTYPES[dtype], world)
     return TrainContext(model, optimizer, settings, world, reference)
