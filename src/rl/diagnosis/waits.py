@@ -12,7 +12,7 @@ from rl.config.run import RLConfig
 from rl.diagnosis.environments import environment_problems
 from rl.diagnosis.machines import does, machine_line
 from rl.diagnosis.problems import Problem, doubts, problems_of
-from rl.diagnosis.rewards import reward_problems
+from rl.diagnosis.rewards import other_signs, reward_problems
 from rl.diagnosis.run_outcome import ended_well, num_models, run_outcome
 from rl.diagnosis.state import Process, RunMachine, RunState
 from rl.run_dir.logs import last_lines
@@ -95,6 +95,7 @@ def diagnose(
     hints, environments = reward_problems(state), [*environment_problems(state)]
     broken = [problem for problem in environments if problem.serious]
     doubtful = [*(problem for problem in environments if not problem.serious), *doubts(state)]
+    doubtful += other_signs(state, hints)
     if state.alive:
         how, problems = "live", problems_of(state, over=False)
         bottleneck = lasting = waits_for(state, problems)
