@@ -87,7 +87,9 @@ def test_one_that_reaches_no_other_is_alone_unless_there_is_only_one_or_they_are
     assert not reach.is_alone()
 
 
-def test_others_reach_its_door(nodes):
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_others_reach_its_door(nodes, host):
+    """Regression: a machine without IPv4 was never reached, and so never cut off."""
     reach = Reach(nodes, 0)
     for _ in range(300):
-        socket.create_connection(("127.0.0.1", reach.port), 5).close()
+        socket.create_connection((host, reach.port), 5).close()

@@ -65,7 +65,7 @@ class RayHead:
         """Returns whether it has not answered for HEAD_S."""
         host, _, port = self.address.rpartition(":")
         with contextlib.suppress(OSError):
-            socket.create_connection((host, int(port)), POLL_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), POLL_S).close()
             self.seen = time.monotonic()
         return time.monotonic() - self.seen >= HEAD_S
 

@@ -13,6 +13,7 @@ import time
 from rl.run_dir.lease import LEASE_S
 from rl.run_dir.nodes import Nodes, NodeStatus
 from rl.run_dir.status import Staleness
+from rl.system.linux import listen_everywhere
 
 KNOCK_S = 3.0
 """Seconds between attempts to connect, each of which has as long."""
@@ -34,7 +35,7 @@ class Reach:
 
     def __init__(self, nodes: Nodes, index: int):
         self.nodes, self.index, self.heartbeats = nodes, index, Staleness()
-        self.door = socket.create_server(("", 0), backlog=4096)
+        self.door = listen_everywhere()
         self.door.setblocking(False)
         self.port: int = self.door.getsockname()[1]
         self.reached = {
