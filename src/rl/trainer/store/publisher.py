@@ -191,8 +191,8 @@ class Publisher:
                 lambda: None if is_delta(path) else content_of(verify_version, path)
             )
             return kept is not None and kept["tensors"] == record["tensors"]
-        if self.ranks.is_main:
-            self._replace(number, tensor, record.get("made_by", {}), version.made_by)
+        before = record.get("made_by", {})
+        self.ranks.of_main(lambda: self._replace(number, tensor, before, version.made_by))
         return False
 
     def _replace(
