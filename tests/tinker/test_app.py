@@ -21,10 +21,9 @@ from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.tinker.app import TinkerApi, make_app
 from rl.tinker.codec import FLOAT32, INT64, MESSAGE
-from rl.tinker.http import KeyGate
-from rl.tinker.log import CallLog, ClientCall
+from rl.tinker.requests import KeyGate
 from rl.tinker.sampling import SamplingSessions, Target, VersionTurns
-from rl.tinker.storage import Storage
+from rl.tinker.storage import CallLog, ClientCall, Storage
 from rl.tinker.training import Training
 from rl.wire.messages import VersionSpan
 from rl.wire.training_calls import CallError, NoRoomError, Scored
@@ -554,7 +553,7 @@ async def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_op
         assert (await client.http.get(forged)).status_code == 401
     with monkeypatch.context() as later:
         now = time.time()
-        later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
+        later.setattr("rl.tinker.requests.time.time", lambda: now + 3601)
         assert (await client.http.get(url)).status_code == 401
     client.http.headers["x-api-key"] = key
     path = {

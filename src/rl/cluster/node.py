@@ -23,9 +23,8 @@ from typing import Any
 import msgspec
 
 from rl.cluster.agent import RankAgent
-from rl.cluster.identity import index_of, own_address
 from rl.cluster.lead import Leader, run_leader, say, with_open_hosts
-from rl.cluster.reach import Reach
+from rl.cluster.reach import Reach, index_of, own_address
 from rl.config.command_line import from_toml, load_config_or_exit, to_toml
 from rl.config.help import SETTINGS
 from rl.config.plan import is_ratio, plan
