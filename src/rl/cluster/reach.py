@@ -5,10 +5,10 @@ A machine whose network is cut may still see the run's directory, on another net
 So it looks alive while the ranks of all others wait for it.
 """
 
+import asyncio
 import contextlib
 import math
 import os
-import selectors
 import socket
 import threading
 import time
@@ -141,7 +141,7 @@ class Reach:
             and status.door
             and self.heartbeats.look(str(index), status.heartbeat) < LEASE_S
         }
-        for index in knock(living):
+        for index in asyncio.run(knock(living)):
             self.reached[index] = time.monotonic()
         self.others = sorted(living)
 
@@ -157,24 +157,16 @@ class Reach:
             time.sleep(max(0.1, began + KNOCK_S - time.monotonic()))
 
 
-def knock(machines: dict[int, NodeStatus]) -> list[int]:
+async def knock(machines: dict[int, NodeStatus]) -> list[int]:
     """Tries to connect to all machines at once. Returns those that are reached within KNOCK_S."""
-    reached, deadline = list[int](), time.monotonic() + KNOCK_S
-    with contextlib.ExitStack() as stack:
-        waiting = stack.enter_context(selectors.DefaultSelector())
-        for index, status in machines.items():
-            with contextlib.suppress(OSError):
-                family, _, _, _, address = socket.getaddrinfo(
-                    status.address, status.door, type=socket.SOCK_STREAM
-                )[0]
-                connection = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                connection.setblocking(False)
-                connection.connect_ex(address)
-                waiting.register(connection, selectors.EVENT_WRITE, (index, connection))
-        while waiting.get_map() and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in waiting.select(left_s):
-                index, connection = key.data
-                waiting.unregister(connection)
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    reached.append(index)
+    reached = list[int]()
+
+    async def connect(index: int, status: NodeStatus) -> None:
+        with contextlib.suppress(OSError):  # TimeoutError is one
+            async with asyncio.timeout(KNOCK_S):
+                _, connection = await asyncio.open_connection(status.address, status.door)
+            connection.close()
+            reached.append(index)
+
+    await asyncio.gather(*(connect(index, status) for index, status in machines.items()))
     return reached

@@ -37,11 +37,8 @@ Ttl = Annotated[int, Meta(ge=1, le=315_360_000)] | None
 class CreateSession(Struct):
     """A client that begins; its models and sampling sessions belong to it."""
 
-    tags: list[str] = []
     user_metadata: Metadata = None
-    sdk_version: str = ""
     display_name: str | None = None
-    project_id: str | None = None
 
 
 class AdapterConfig(Struct):
@@ -49,7 +46,6 @@ class AdapterConfig(Struct):
 
     rank: int = 32
     seed: int | None = None
-    train_unembed: bool = True
     train_mlp: Literal[True] = True
     train_attn: Literal[True] = True
 
