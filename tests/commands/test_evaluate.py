@@ -196,7 +196,9 @@ def test_two_models_of_an_endpoint(tmp_path):
 
 def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model):
     (tmp_path / "e").mkdir()
-    earlier = {"policies": [policy("old", {0: [0.0], 1: [0.0]})]}
+    rows = [{"question": f"say {digit}", "answer": str(digit)} for digit in range(2)]
+    tasks = [{"prompt": [{"role": "user", "content": row["question"]}]} | row for row in rows]
+    earlier = {"policies": [policy("old", {0: [0.0], 1: [0.0]}, tasks=tasks)]}
     earlier["policies"][0]["evals"] = {"say-digit": earlier["policies"][0]["evals"]["e"]}
     (tmp_path / "e" / "report.json").write_text(json.dumps(earlier))
     with serving(StubInference(model, tmp_path / "status.json", skill=1.0)):

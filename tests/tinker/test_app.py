@@ -665,8 +665,7 @@ async def test_a_sample_that_is_refused_says_what_is_wrong(client, tokens, more,
 @with_client
 async def test_an_answer_without_max_tokens_has_a_bound(client, monkeypatch, asked, sent):
     """It went on to the end of the context, for minutes."""
-    for room in ("sampling", "openai"):
-        monkeypatch.setattr(f"rl.tinker.{room}.DEFAULT_TOKENS", 8)
+    monkeypatch.setattr("rl.tinker.sampling.DEFAULT_TOKENS", 8)
     limits, generate = [], client.servers.generate
 
     async def noting(session, token_ids, sampling):

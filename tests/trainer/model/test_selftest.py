@@ -186,8 +186,7 @@ def test_what_is_no_fault_of_the_model_ends_the_test(folder, world, monkeypatch,
 @pytest.mark.parametrize("attention", ["auto", "blocks"])
 def test_an_error_in_every_mode_is_told_as_such(folder, world, monkeypatch, capsys, attention):
     """Regression: it was told as a model without an exact mode."""
-    monkeypatch.setattr(modes, "set_attention", raising(TypeError("no such keyword")))
-    monkeypatch.setattr(selftest.SelfTest, "compute_alone", lambda *_: selftest.Alone([], [], 1.0))
+    monkeypatch.setattr(selftest, "score", raising(TypeError("no such keyword")))
     with pytest.raises(RunError, match=r"an error ended the test of each mode.*blocks: TypeErr"):
         policy(folder("llama"), world, attention=attention)
     assert "Traceback" in (said := capsys.readouterr().err) and "no such keyword" in said
