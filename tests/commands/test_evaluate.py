@@ -354,7 +354,7 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
         tmp_path, "eval", *flags, "--inference.startup_timeout_s 1", code=with_server(slow)
     )
     assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
-    assert not list(tmp_path.rglob("server-*"))
+    assert not list(tmp_path.rglob(".server.*"))
     (tmp_path / "empty").mkdir()
     code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy empty")
     assert (

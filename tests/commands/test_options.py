@@ -9,10 +9,9 @@ import pytest
 from rl.commands import collect, environment, evaluate
 from rl.commands.options import load, name_of_play
 from rl.commands.policy_spec import PolicySource
-from rl.config.command_line import build, from_toml, parse_args
+from rl.config.command_line import build, from_toml, parse_args, take
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
-from rl.config.options import take
 from rl.config.run import RLConfig
 from rl.main import commit
 from tests.bounds import children_cpu_s, imports_s

@@ -27,8 +27,7 @@ from rl.run_dir.paths import RunDir
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.trainer.store import versions
-from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.registered import Registered
+from rl.trainer.store.publisher import Publisher, Registered
 from rl.wire.messages import Acknowledged, WeightVersion
 from rl.wire.transport import Wait
 from tests.families import CONFIGS

@@ -23,9 +23,8 @@ from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
 from rl.trainer.replay import LINES, compare
-from rl.trainer.start import start
-from rl.trainer.store.ranks import RankThreads
-from rl.trainer.train import train
+from rl.trainer.store.threads import RankThreads
+from rl.trainer.train import start, train
 from rl.wire.batch_file import decode_batch, write_batch
 from tests.trainer.samples import in_bfloat16, make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator

@@ -55,7 +55,7 @@ def on_a_cluster(config: RLConfig) -> Placement:
         orchestrator = Role("orchestrator", words, {}, leaves_copy=True)
         return [trainer] if config.sft else [orchestrator, trainer]
 
-    return Placement(config, roles)
+    return Placement(roles)
 
 
 def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:

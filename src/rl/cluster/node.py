@@ -317,12 +317,9 @@ class Node:
     def server_role(self) -> Role:
         """Returns how to start this machine's inference server."""
         name, share = f"inference-node{self.index}", self.share.inference
-        command = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config)]
-        for key, value in self.share.vllm.items():
-            if key not in self.config.inference.vllm:
-                command += [f"--inference.vllm.{key}", str(value)]
+        words = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config)]
         variables = share.env | self.environment | {SERVER_NAME: name}
-        return Role(name, command, variables, share.cores, leaves_copy=True)
+        return Role(name, [*words, *self.share.flags], variables, share.cores, leaves_copy=True)
 
     def is_prepared(self) -> bool:
         """Returns whether the run's config.toml is that of this start. Raises RunError if

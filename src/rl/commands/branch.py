@@ -11,9 +11,16 @@ import msgspec
 
 from rl.cluster.submit import start
 from rl.commands.policy_spec import find_run, version_number
-from rl.config.command_line import CommandLine, fail, load_config_or_exit, to_toml, write_config
-from rl.config.differences import changed_keys
-from rl.config.options import take
+from rl.config.command_line import (
+    CommandLine,
+    fail,
+    load_config_or_exit,
+    need_names,
+    take,
+    to_toml,
+    write_config,
+)
+from rl.config.fields import changed_keys
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
@@ -98,11 +105,8 @@ HELD_OUT = ("sft.validation", "sft.validation_split")
 def main(args: list[str], children: Children) -> int:
     """Creates the branch and trains it. Checks everything before writing anything."""
     _, rest = take("rl branch", args, (), HELP)
-    if not rest or rest[0].startswith(("-", "@")):
-        fail(
-            "rl branch",
-            "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW",
-        )
+    which = "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW"
+    need_names("rl branch", rest[:1], (1,), which)
     flags, (root, version) = rest[1:], find_run(rest[0])
     root = root.resolve()
     parent_config, stored = root / "config.toml", stored_config(root).with_absolute_paths()
@@ -139,8 +143,7 @@ def main(args: list[str], children: Children) -> int:
         print(to_toml(config), end="")
         raise SystemExit(0)  # like the dry run of every command
     if config.cluster is None:
-        config = devices.implied_again(config, stored, machine())
-        config = devices.write_into(config, devices.split(config, machine()))
+        devices.split(config, machine())  # raises ConfigError before anything is written
     origin = BranchOrigin(str(root), step, round(time.time(), 3), changes)
     make(config, parent, origin, clean="clean" in line.switches)
     head = f"{config.run_dir.root}: {origin}"

@@ -24,10 +24,8 @@ from rl.commands.options import (
 )
 from rl.commands.play_session import play_session, run, task_count
 from rl.commands.policy_spec import resolve
-from rl.config.command_line import CommandLine, fail
-from rl.config.options import options
-from rl.config.quick import EXAMPLES
-from rl.config.run import RLConfig
+from rl.config.command_line import CommandLine, fail, options
+from rl.config.run import QUICK_EXAMPLES, RLConfig
 from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.run_dir.files import append_file
@@ -74,7 +72,7 @@ def main(args: list[str], children: Children) -> int:
     if not values["output"]:
         fail("rl collect", "where to? Name the file: --output rollouts.jsonl")
     if "quick" in line.switches:
-        values["limit"] = min(values["limit"] or EXAMPLES, EXAMPLES)
+        values["limit"] = min(values["limit"] or QUICK_EXAMPLES, QUICK_EXAMPLES)
     config.orchestrator.eval = []
     # before the policy is contacted, and where a signal stops it
     homes = homes_of(config, say, recorded=bool(line.files))

@@ -18,11 +18,9 @@ from rl.commands.options import (
 )
 from rl.commands.play_session import PlaySession, play_session, run, task_count
 from rl.commands.policy_spec import PolicySource, check_policy, resolve
-from rl.config.command_line import CommandLine, fail
-from rl.config.options import options
+from rl.config.command_line import CommandLine, fail, options
 from rl.config.orchestrator import EnvSource, EvalConfig
-from rl.config.quick import shrink
-from rl.config.run import RLConfig
+from rl.config.run import RLConfig, shrink
 from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.orchestrator.evals.eval_metrics import Results, write_eval

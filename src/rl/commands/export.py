@@ -5,8 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.commands.policy_spec import find_run, need_weights, version_number
-from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import option_lines, options, take
+from rl.config.command_line import (
+    fail,
+    load_config_or_exit,
+    need_names,
+    option_lines,
+    options,
+    take,
+)
 from rl.config.stored import run_dir_of
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
@@ -44,8 +50,8 @@ needed.
 
 def main(args: list[str], children: Children) -> int:
     values, rest = take("rl export", args, OPTIONS, HELP)
-    if not rest or rest[0].startswith(("-", "@")):
-        fail("rl export", "which run? Give its directory first: rl export outputs/NAME --to DIR")
+    which = "which run? Give its directory first: rl export outputs/NAME --to DIR"
+    need_names("rl export", rest[:1], (1,), which)
     if not (values["to"] or values["push"]):
         fail(
             "rl export",

@@ -8,10 +8,18 @@ from typing import Any
 
 from rl.commands.policy_spec import PolicySource, named_run, split_run
 from rl.config.base import MAX_RUN_NAME
-from rl.config.command_line import CommandLine, fail, load_config_or_exit
+from rl.config.command_line import (
+    CommandLine,
+    Option,
+    fail,
+    load_config_or_exit,
+    need_names,
+    option_lines,
+    options,
+    take,
+)
 from rl.config.faults import Spelled
 from rl.config.help import SETTINGS
-from rl.config.options import Option, option_lines, options, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.run_dir.paths import RunDir
@@ -92,13 +100,12 @@ def runs_given(
     """Splits off a command's own flags. Returns their values by key, and the directories of the
     `count` runs that the other arguments name. Exits with code 2 on a fault."""
     values, rest = take(program, args, options, text)
-    if len(rest) != count or any(word.startswith(("-", "@")) for word in rest):
-        which = (
-            "which run? Give only its directory"
-            if count == 1
-            else "which runs? Give two, by directory"
-        )
-        fail(program, f"{which} or name, {program} outputs/NAME; see {program} --help")
+    which = (
+        "which run? Give only its directory" if count == 1 else "which runs? Give two, by directory"
+    )
+    need_names(
+        program, rest, (count,), f"{which} or name, {program} outputs/NAME; {program} --help"
+    )
     try:
         return values, [named_run(word) for word in rest]
     except ConfigError as error:

@@ -6,6 +6,8 @@ every fault.
 environment variables override files, and flags override both. A run-wide key inside a section sets
 the run-wide key. Two spellings of one setting with different values within the files, the variables
 or the flags are a fault.
+
+A command's own flags, which are no configuration keys, are Options, which `take` splits off.
 """
 
 import json
@@ -23,13 +25,11 @@ from pydantic import ValidationError
 
 from rl.config.check import check, exposure, value_of, warnings_of
 from rl.config.environment_id import fetched, id_faults
-from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text
+from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text, without_numbers
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone, without_none
-from rl.config.help import PROCESS_USAGE, READS, USAGE, print_help
-from rl.config.hints import without_numbers
+from rl.config.help import PROCESS_USAGE, READS, USAGE, fit, print_help
 from rl.config.outside import outside_faults
-from rl.config.quick import shrink
-from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
+from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig, shrink
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
@@ -409,3 +409,101 @@ def load_config_or_exit(
         print((dry_run or to_toml)(config), end="")
         raise SystemExit(0)
     return config, line
+
+
+FLAG_WIDTH = 27
+LEAST = {"N": 1, "SEED": 0}
+"""The least value of each kind of integer."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag of a command, whose name is not a configuration key."""
+
+    name: str
+    value: str
+    """Kind of value: N is an integer from 1, SEED one from 0, JSON an object, A|B one of these
+    words, any other name a text; empty for a switch."""
+    help: str
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+
+def options(table: str) -> tuple[Option, ...]:
+    """Reads flags from lines `name VALUE: help`; a line that begins with spaces continues the one
+    before. See Option for VALUE."""
+    flags = []
+    for entry in re.split(r"\n(?! )", table.strip()):
+        head, _, text = " ".join(entry.split()).partition(": ")
+        name, _, value = head.partition(" ")
+        flags.append(Option(name, value, text))
+    return tuple(flags)
+
+
+def take(
+    program: str, args: list[str], options: tuple[Option, ...], text: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Splits off a command's own flags. Returns (their values by key, the other arguments).
+    Exits with code 2 on a fault; on --help prints `text`, if given, and exits."""
+    if text and {"-h", "--help"} & set(args):
+        print(fit(text))
+        raise SystemExit(0)
+    by_name = {option.name: option for option in options}
+    values: dict[str, Any] = {option.key: None for option in options}
+    rest, left = [], list(args)
+    try:
+        while left:
+            word = left.pop(0)
+            name, has_value, inline = word[2:].partition("=")
+            option = by_name.get(name.replace("_", "-")) if word.startswith("--") else None
+            if option is None:
+                rest.append(word)
+            elif not option.value:
+                values[option.key] = True
+            elif has_value or (left and not left[0].startswith("--")):
+                values[option.key] = parse(option, inline if has_value else left.pop(0))
+            else:
+                raise ConfigError(f"--{option.name} needs a value: {option.value}")
+    except ConfigError as error:
+        fail(program, str(error))
+    return values, rest
+
+
+def need_names(program: str, words: list[str], numbers: Collection[int], which: str) -> list[str]:
+    """Returns the words that are left of a command line if they are names, as many as `numbers`
+    allow, and neither flags nor files. Exits with code 2 otherwise, and says `which`."""
+    if len(words) not in numbers or any(word.startswith(("-", "@")) for word in words):
+        fail(program, which)
+    return words
+
+
+def parse(option: Option, text: str) -> Any:
+    """Parses the value of a flag. Raises ConfigError if the text is invalid."""
+    choices, fault = option.value.split("|"), f"--{option.name} {text}"
+    if not text:
+        raise ConfigError(f"--{option.name} is empty: it needs a value, {option.value}")
+    if option.value in LEAST:
+        if not (text.isascii() and text.isdigit()) or int(text) < LEAST[option.value]:
+            raise ConfigError(f"{fault}: needs an integer of at least {LEAST[option.value]}")
+        return int(text)
+    if option.value == "JSON":
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{fault}: not JSON ({error}); give '{{\"key\": value}}'") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{fault}: give an object, '{{\"key\": value}}'")
+        return value
+    if len(choices) > 1 and text not in choices:
+        raise ConfigError(f"{fault}: give {' or '.join(choices)}")
+    return text
+
+
+def option_lines(options: tuple[Option, ...]) -> str:
+    """Returns the help of a command's own flags, one line each."""
+    return "\n".join(
+        f"  {f'--{option.name} {option.value}'.strip():<{FLAG_WIDTH}} {option.help}"
+        for option in options
+    )

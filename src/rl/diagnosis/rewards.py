@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 
-from rl.config.quick import TOKENS
+from rl.config.run import QUICK_TOKENS
 from rl.diagnosis.environments import max_tokens
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
@@ -361,7 +361,7 @@ def what_rollouts_say(rows: list[Row], is_taught: bool, limit: int | None) -> st
         text += f"; {len(errors)} of {len(rows)} failed: {errors[0]}"
     cut_off = sum(row.get("outcome") == "truncated" for row in rows)
     if cut_off > len(rows) / 5:
-        quick = f"--quick allows {TOKENS} tokens"
-        whose = quick if limit == TOKENS else f"sampling.max_tokens = {limit}"
+        quick = f"--quick allows {QUICK_TOKENS} tokens"
+        whose = quick if limit == QUICK_TOKENS else f"sampling.max_tokens = {limit}"
         text += f"; {cut_off} of {len(rows)} answers were cut off ({whose})"
     return text

@@ -1,5 +1,5 @@
 """The tensors of a policy version, read one after the other: from its files, or over the network
-from the memory of its trainer's ranks (see `rl.trainer.store.registered`).
+from the memory of its trainer's ranks (see `rl.trainer.store.publisher`).
 
 There, nothing keeps the trainer from making its next version meanwhile. A reader therefore looks at
 the version's mark after it has read (`confirm`), and what it has read counts only then.

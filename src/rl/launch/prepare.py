@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import write_config
-from rl.config.differences import changed_keys, leaves
-from rl.config.fields import without_none
+from rl.config.fields import changed_keys, leaves, without_none
 from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written

@@ -17,7 +17,6 @@ from typing import Any
 
 from rl.config.command_line import CommandLine
 from rl.config.run import RLConfig
-from rl.config.stored import as_written
 from rl.config.trainer import CheckpointConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
@@ -195,8 +194,6 @@ class RunLoop:
 class Placement:
     """Where the processes of a run are started."""
 
-    config: RLConfig
-    """The configuration with the division of the machines written into it."""
     roles: Callable[[RunDir], list[Role]]
     """Returns the processes that `rl` itself starts."""
     notes: list[str] = field(default_factory=list)
@@ -209,14 +206,10 @@ def on_this_machine(config: RLConfig) -> Placement:
     """Divides this machine between all processes. Raises ConfigError for settings that it cannot
     satisfy."""
     box = machine()
-    with contextlib.suppress(RunError):  # there is no run, or `prepare` says what is wrong with it
-        config = devices.implied_again(config, as_written(config.run_dir.root), box)
     warning, division = devices.check_build(config, box), devices.split(config, box)
-    config = devices.write_into(config, division)
     grace_s = config.cluster.grace_s + EXIT_S if config.cluster else 0.0
     note = warning or devices.unused(config, division, box)
     return Placement(
-        config,
         lambda run_dir: roles.roles(config, run_dir, division),
         [note] if note else [],
         max(STOP_DEADLINE_S, grace_s),
@@ -224,12 +217,17 @@ def on_this_machine(config: RLConfig) -> Placement:
 
 
 def run(
-    prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False
+    config: RLConfig,
+    prepared: Prepared,
+    placement: Placement,
+    children: Children,
+    again: str,
+    view: bool = False,
 ) -> int:
     """Runs everything from the prepared directory to the report. Returns the exit code."""
     from rl.run_dir.numbers import Numbers
 
-    config, run_dir = placement.config, prepared.run_dir
+    run_dir = prepared.run_dir
     loop = RunLoop(config, prepared, children, view)
     code, why = 0, ""
     try:
@@ -361,7 +359,6 @@ def launch(
     config = config.with_absolute_paths()
     homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
-    config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     if prepared.is_done:
         prepared.lease.close()
@@ -373,7 +370,7 @@ def launch(
     # now: a signal in the middle of NumPy's import would leave it broken for the final report
     import rl.launch.curves  # noqa: F401
 
-    code = run(prepared, placement, children, again, "view" in line.switches)
+    code = run(config, prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
         if config.trainer.checkpoint == CheckpointConfig():  # else somebody wants them

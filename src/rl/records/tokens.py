@@ -14,7 +14,7 @@ from rl.wire.batch_file import decode_batch, sound_batch
 from rl.wire.messages import TrainingSample
 
 MAX_LOG_RATIO = 10.0
-"""The trainer's clamp of log r in nats, see rl.trainer.loss.kl."""
+"""The trainer's clamp of log r in nats, see rl.trainer.loss.common."""
 
 
 class SampleTokens:

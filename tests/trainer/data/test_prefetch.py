@@ -16,11 +16,10 @@ from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
 from rl.system.errors import RunError
-from rl.trainer.data.batch_sources import FromOrchestrator
-from rl.trainer.data.prefetch import Prefetch
+from rl.trainer.data.batch_sources import FromOrchestrator, Prefetch
 from rl.trainer.store import publisher as publisher_module
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.threads import SingleTaskThread
 from rl.wire.messages import Acknowledged, RunEnded
 from rl.wire.transport import Wait
 from tests.trainer.samples import make_batch
@@ -266,13 +265,13 @@ def test_other_ranks_learn_whether_rank_0_could_delete_what_follows_a_version(
     tmp_path, monkeypatch
 ):
     """Regression: an error there was rank 0's alone, and the others lost a rank."""
-    _, run_dir, publisher = publishing(tmp_path)
+    _, _, publisher = publishing(tmp_path)
     monkeypatch.setattr(
-        publisher_module, "read_digests", lambda _: {"tensors": {"w": "0"}, "made_by": {}}
+        publisher_module, "record_of", lambda _: {"tensors": {"w": "0"}, "made_by": {}}
     )
     done, version = [], SimpleNamespace(digests_like=lambda _: {"w": "1"}, made_by={})
     publisher.ranks = SimpleNamespace(
         is_main=False, of_main=lambda work: done.append(work()) or done[-1]
     )
-    assert not publisher._is_written(1, run_dir.weights(1), version)
+    publisher._compare(1, version)
     assert len(done) == 2

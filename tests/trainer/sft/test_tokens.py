@@ -733,7 +733,7 @@ def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
     (tmp_path / "x.csv").write_text("prompt,completion\nWhat is 1 + 1?,two\n")
     code = (
         "import sys; from rl.models.tokenizer import hide_torch; hide_torch()\n"
-        "from rl.config.sft import SftConfig; from rl.trainer.sft.rows import DataSource, hub_rows\n"
+        "from rl.config.kinds import SftConfig; from rl.trainer.sft.rows import DataSource, hub_rows\n"
         "config = SftConfig(dataset=sys.argv[1])\n"
         "print(list(hub_rows(DataSource(config.dataset, '', 'sft.dataset'), config)))\n"
     )

@@ -31,11 +31,9 @@ from rl.run_dir.safetensors import SINGLE
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.model import lora
-from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.image import Image, image_of
-from rl.trainer.store.layout import VersionTensor, header
-from rl.trainer.store.ranks import RankThreads
-from rl.trainer.store.space import require_space
+from rl.trainer.store.checkpoint import require_space
+from rl.trainer.store.image import Image, LastVersion, VersionTensor, header, image_of
+from rl.trainer.store.threads import RankThreads
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
