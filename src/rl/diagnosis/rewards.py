@@ -220,7 +220,7 @@ def rollout_hints(state: RunState) -> Iterator[Problem]:
 
 def trainer_hints(state: RunState) -> Iterator[Problem]:
     """Yields causes that the trainer metrics point to, with remedies."""
-    config, optim = state.config, state.config.trainer.optim
+    settings = state.config.trainer
     rate, norm = mean(state, "trainer", "optim/lr"), mean(state, "trainer", "optim/grad_norm")
     losses = state.values("trainer", "validation/loss") or [math.nan]
     if losses[-1] > WORSE * losses[0]:
@@ -231,11 +231,11 @@ def trainer_hints(state: RunState) -> Iterator[Problem]:
         )
     if rate == 0:
         yield hint(
-            f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see "
+            f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {settings.optim.lr:g}, or see "
             "trainer.optim.schedule",
             "optim/lr",
         )
-    if config.trainer.lora and 0 < rate < 5e-6:
+    if settings.lora and 0 < rate < 5e-6:
         yield hint(
             f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is "
             "usual",
