@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rl.inference.weights import NetworkWeights
 from rl.run_dir.checksums import content_of
-from rl.run_dir.digests import digest
 from rl.run_dir.files import write_file
 from rl.run_dir.in_memory import OverNetwork
+from rl.run_dir.safetensors import digest
 from rl.trainer.parallel.world import start_world
 from rl.trainer.store.image import Image, Slice
 from rl.trainer.store.publisher import Registered

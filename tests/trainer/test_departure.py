@@ -16,8 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import rl.trainer.train
 from rl.run_dir.metrics import MetricsLog, read_metrics
-from rl.run_dir.paths import numbered
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import WRONG_SETTINGS
 from rl.trainer import train

@@ -21,7 +21,7 @@ from rl.orchestrator.evals.eval_metrics import (
     pass_at_k,
 )
 from rl.run_dir.files import write_file
-from rl.run_dir.metric_names import PASS
+from rl.run_dir.metrics import PASS
 from rl.system.errors import RunError
 from rl.system.terminal import say, table, visible, with_error
 from rl.wire.rollouts import Split

@@ -7,12 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from rl.config.run import QUICK_TOKENS
-from rl.diagnosis.environments import max_tokens
+from rl.diagnosis.environments import MOSTLY, cut_off_remedy, equal_remedy, max_tokens
 from rl.diagnosis.problems import Problem
-from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
-from rl.run_dir.origin import changes_of
+from rl.run_dir.paths import changes_of
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.rollouts import all_equal
 
@@ -52,8 +51,14 @@ def reward_problems(state: RunState) -> list[Problem]:
     destroyed its model."""
     if not state.config.plays:
         causes = list(trainer_hints(state))
-        what = "the model may be worse than the one that it began as."
-        return [hint(what, *causes[0].metrics), *causes] if causes else []
+        return (
+            [
+                hint("the model may be worse than the one that it began as.", *causes[0].metrics),
+                *causes,
+            ]
+            if causes
+            else []
+        )
     values, clear = state.numbers.reward()[1].tolist(), clear_causes(state)
     if len(values) < ENOUGH_STEPS:
         if not clear or (values and values[-1] >= SOLVED):
@@ -76,11 +81,14 @@ def reward_problems(state: RunState) -> list[Problem]:
         " No metric of the run shows why; try more steps, a higher trainer.optim.lr, or an easier "
         "task"
     )
-    head = (
-        f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the "
-        f"last {size}.{'' if causes else none}"
-    )
-    return [hint(head, "reward/mean"), *causes]
+    return [
+        hint(
+            f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the "
+            f"last {size}.{'' if causes else none}",
+            "reward/mean",
+        ),
+        *causes,
+    ]
 
 
 # Causes that a few steps, or none, suffice to show ------------------------------------------------
@@ -105,11 +113,13 @@ def clear_causes(state: RunState) -> list[Problem]:
     settings = state.config.orchestrator
     is_taught = settings.teacher or any(env.teacher for env in settings.environment)
     if not is_taught and late and all_equal(late) and min(silent, default=0) == 1:
-        text = (
+        equal = hint(
             f"all rewards are {late[0]:g} ({SILENT}): {equal_remedy(late[0])}; `rl show "
-            f"{state.run_dir.root}` shows them"
+            f"{state.run_dir.root}` shows them",
+            SILENT,
+            "reward/mean",
+            why="no_signal",
         )
-        equal = hint(text, SILENT, "reward/mean", why="no_signal")
         causes = [equal, *causes] if late[0] > 0 else [*causes, equal]
     return causes + template
 
@@ -220,7 +230,7 @@ def rollout_hints(state: RunState) -> Iterator[Problem]:
 
 def trainer_hints(state: RunState) -> Iterator[Problem]:
     """Yields causes that the trainer metrics point to, with remedies."""
-    settings = state.config.trainer
+    config, optim = state.config, state.config.trainer.optim
     rate, norm = mean(state, "trainer", "optim/lr"), mean(state, "trainer", "optim/grad_norm")
     losses = state.values("trainer", "validation/loss") or [math.nan]
     if losses[-1] > WORSE * losses[0]:
@@ -231,11 +241,11 @@ def trainer_hints(state: RunState) -> Iterator[Problem]:
         )
     if rate == 0:
         yield hint(
-            f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {settings.optim.lr:g}, or see "
+            f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see "
             "trainer.optim.schedule",
             "optim/lr",
         )
-    if settings.lora and 0 < rate < 5e-6:
+    if config.trainer.lora and 0 < rate < 5e-6:
         yield hint(
             f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is "
             "usual",

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, weight_files
 from rl.run_dir.checksums import content_of
-from rl.run_dir.digests import Digest, covers, digest
 from rl.run_dir.in_memory import OverNetwork
-from rl.run_dir.safetensors import entry_of, read_header
+from rl.run_dir.safetensors import Digest, covers, digest, entry_of, read_header
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.system.linux import pid_scope

@@ -22,8 +22,8 @@ from torch import Tensor
 from rl.config.loss import AnyLossConfig, LossConfig
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import DIGESTS, checksum
-from rl.run_dir.digests import HASH, digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
+from rl.run_dir.safetensors import HASH, digest, digest_of_file
 from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.data.batch_sources import prepare

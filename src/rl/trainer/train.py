@@ -20,8 +20,7 @@ from rl.config.trainer import TrainerConfig
 from rl.models.folder import weights_digest
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, read_origin
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RunError
 from rl.trainer import determinism

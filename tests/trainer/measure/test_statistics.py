@@ -14,8 +14,8 @@ import rl.wire.parity
 from rl.config.trainer import TokenLogConfig
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import hold_role
+from rl.run_dir.numbers import CLIPPED, LATER, MASKED, read_token_log, write_token_log
 from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.token_log import CLIPPED, LATER, MASKED, read_token_log, write_token_log
 from rl.trainer.loss.common import LossTerms
 from rl.trainer.measure.statistics import Statistics, TokenFiles, quantile, to_bin
 from rl.trainer.model.head import Scores

@@ -17,9 +17,9 @@ from torch import Tensor
 from rl.config.trainer import TokenLogConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
+from rl.run_dir.numbers import CLIPPED, LATER, MASKED, SUFFIX, write_token_log
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
-from rl.run_dir.token_log import CLIPPED, LATER, MASKED, SUFFIX, write_token_log
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.loss.common import MAX_LOG_RATIO, LossTerms
 from rl.trainer.measure.parity import ParitySums
@@ -34,7 +34,7 @@ COLUMNS = {
     "flags": torch.uint8,
     "reference_logprobs": torch.float32,
 }
-"""The columns of rl.run_dir.token_log, and their types there."""
+"""The columns of rl.run_dir.numbers, and their types there."""
 DISK_S = 600.0
 """Seconds allowed for writing a file of a few megabytes."""
 
@@ -65,7 +65,7 @@ class TokenColumns:
         self.values.index_copy_(1, batch.token_index, new)
 
     def columns(self, world: World) -> dict[str, np.ndarray] | None:
-        """Returns the columns of rl.run_dir.token_log on rank 0, None on the others. Every rank
+        """Returns the columns of rl.run_dir.numbers on rank 0, None on the others. Every rank
         calls this: each has some tokens."""
         values = world.reduce(self.values, dist.ReduceOp.SUM)
         if not world.is_main:

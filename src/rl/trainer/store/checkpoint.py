@@ -37,7 +37,6 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, read_manifest, verify_checkpoint
-from rl.run_dir.digests import HASH, HashedStream
 from rl.run_dir.files import (
     CorruptFileError,
     blake2b,
@@ -47,6 +46,7 @@ from rl.run_dir.files import (
     with_path,
 )
 from rl.run_dir.paths import numbers
+from rl.run_dir.safetensors import HASH, HashedStream
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes

@@ -46,9 +46,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from zstandard import ZstdCompressor
 
 from rl.run_dir import in_memory
-from rl.run_dir.digests import MAX_THREADS
 from rl.run_dir.files import UNSUPPORTED, with_path
 from rl.run_dir.in_memory import InMemory
+from rl.run_dir.safetensors import MAX_THREADS
 from rl.system.errors import RunError
 from rl.trainer.model import lora
 from rl.trainer.optim import local

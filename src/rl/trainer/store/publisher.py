@@ -29,8 +29,7 @@ from rl.run_dir.checksums import first_difference, is_delta, read_digests
 from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
 from rl.run_dir.in_memory import Memory, OverNetwork, new_name
 from rl.run_dir.lease import check_fence
-from rl.run_dir.paths import RunDir
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, RunDir
 from rl.run_dir.status import Phase, RunWarning
 from rl.system import faults, nixl
 from rl.system.errors import RunError

@@ -13,9 +13,7 @@ from transformers import PreTrainedModel
 from rl.config.trainer import TrainerConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, RunDir, first_step
 from rl.run_dir.status import Phase
 from rl.system.errors import RESTART, RunError
 from rl.trainer.parallel.world import World

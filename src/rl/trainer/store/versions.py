@@ -15,8 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import DELTA, DIGESTS
-from rl.run_dir.digests import (
+from rl.run_dir.files import Fence, write_directory, write_file
+from rl.run_dir.in_memory import InMemory
+from rl.run_dir.safetensors import (
     HASH,
+    SINGLE,
     Digest,
     bounds,
     covers,
@@ -25,9 +28,6 @@ from rl.run_dir.digests import (
     digest_of_file,
     hash_each,
 )
-from rl.run_dir.files import Fence, write_directory, write_file
-from rl.run_dir.in_memory import InMemory
-from rl.run_dir.safetensors import SINGLE
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.model import lora
