@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rl.config.quick import shrink
+from rl.config.run import shrink
 from rl.models.tiny import make_tiny_model
 from tests import jsonl
 from tests.commands.driver import rl, start

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl.run_dir.numbers import write_token_log
 from rl.run_dir.spans import Span
-from rl.run_dir.token_log import write_token_log
 from tests import jsonl
 from tests.records.made import (
     clock,
