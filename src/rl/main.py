@@ -5,9 +5,9 @@ rl -> launch -> Supervisor -> Keeper -> Children.start -> [torchrun ->] rl.train
 rl.orchestrator.main, rl.inference.main
 """
 
-import importlib
 import io
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -44,7 +44,7 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
         fail("rl", f"{word}: no such command; {remedy}")
     program = f"rl {word}"
     try:
-        return importlib.import_module(COMMANDS[word][0]).main(args, children)
+        return pkgutil.resolve_name(COMMANDS[word][0])(args, children)
     except ConfigError as error:
         fail(program, str(error))
     except RunError as error:

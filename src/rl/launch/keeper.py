@@ -4,11 +4,10 @@ dead ones again.
     exit -> death -> start after a back-off;   no heartbeat -> kill -> death
 
 A death affects only the process and its descendants; the others wait for it. What a death means for
-the whole run is decided by the supervisor (launch/supervisor.py), but that a process has given up or
-keeps dying. Workers
-of environments are restarted by the orchestrator (orchestrator/workers/pool.py), not here. The
-keeper's clock only counts time in which `rl` could poll: if `rl` is stopped or the machine sleeps,
-no process is late.
+the whole run is decided by the supervisor (launch/supervisor.py), but that a process has given up
+or keeps dying. Workers of environments are restarted by the orchestrator
+(orchestrator/workers/pool.py), not here. The keeper's clock only counts time in which `rl` could
+poll: if `rl` is stopped or the machine sleeps, no process is late.
 """
 
 import contextlib
