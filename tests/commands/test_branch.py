@@ -19,8 +19,7 @@ from rl.orchestrator.recorded.run import check_same
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.checksums import MANIFEST, checksum
 from rl.run_dir.files import write_file
-from rl.run_dir.origin import Change, first_step, read_origin
-from rl.run_dir.paths import numbered
+from rl.run_dir.paths import Change, first_step, numbered, read_origin
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import TrainBatch

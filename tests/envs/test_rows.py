@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from rl.envs.load import load
-from rl.models.tables import load_table
+from rl.models.hub import load_table
 from rl.system.errors import RunError
 from rl.system.functions import load_function
 from rl.wire.worker_messages import EnvSpec

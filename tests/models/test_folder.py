@@ -23,8 +23,7 @@ from rl.models.folder import (
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.digests import HASH, digest_of_file
-from rl.run_dir.safetensors import model_files, read_header, tensor_digests
+from rl.run_dir.safetensors import HASH, digest_of_file, model_files, read_header, tensor_digests
 from rl.system.errors import RunError
 from tests.models.conversations import assistant, user
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from rl.config.run import RLConfig
-from rl.run_dir.digests import HASH
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
+from rl.run_dir.safetensors import HASH
 from rl.system.errors import RunError
 from rl.tinker.app import TinkerApi, make_app
 from rl.tinker.codec import FLOAT32, INT64, MESSAGE

@@ -23,7 +23,7 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
-from rl.trainer.measure import tokens
+from rl.trainer.measure import statistics
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
@@ -305,7 +305,7 @@ def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
     with orchestrator:
         output = run_trainer(config, GIVE_UP, "tests.trainer.test_main:fill_disk")
     said = (
-        r"trainer: \[Errno 28\] no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free: "
+        r"trainer: \[Errno 28\] no space left: [\d,]+ bytes are needed, [\d,]+ are free: "
         r"'/.*then start again: the run resumes"
     )
     assert re.search(said, output)
@@ -321,9 +321,9 @@ def fail_a_thread():
     if os.environ["RL_TEST_FAILS"] == "saver":
         checkpoint.write = fails
     elif os.environ["RL_TEST_FAILS"] == "token log":
-        tokens.write_token_log = fails
+        statistics.write_token_log = fails
     else:
-        Publisher._is_written = fails
+        Publisher._compare = fails
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,16 @@ from safetensors.torch import load_file
 from rl.commands.branch import make
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import first_difference, read_digests, verify_version
-from rl.run_dir.digests import HASH
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.origin import BranchOrigin
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import BranchOrigin, RunDir, numbered
+from rl.run_dir.safetensors import HASH
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
 from rl.trainer.replay import LINES, compare
-from rl.trainer.start import start
-from rl.trainer.store.ranks import RankThreads
-from rl.trainer.train import train
+from rl.trainer.store.threads import RankThreads
+from rl.trainer.train import start, train
 from rl.wire.batch_file import decode_batch, write_batch
 from tests.trainer.samples import in_bfloat16, make_batch, run_config
 from tests.trainer.stub_orchestrator import StubOrchestrator

@@ -41,8 +41,7 @@ from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.checksums import is_delta, verify_checkpoint
 from rl.run_dir.files import link_tree, write_directory, write_file
 from rl.run_dir.lease import hold_role
-from rl.run_dir.origin import BranchOrigin, Change, first_step
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import BranchOrigin, Change, RunDir, first_step, numbered
 from rl.system.errors import RunError
 from rl.system.machine import machine
 from rl.wire.batch_file import decode_batch, sound_batch, write_batch

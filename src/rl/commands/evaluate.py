@@ -41,7 +41,7 @@ from rl.orchestrator.evals.eval_metrics import (
 )
 from rl.orchestrator.workers.setups import eval_workers
 from rl.run_dir.files import write_file
-from rl.run_dir.metric_names import PASS
+from rl.run_dir.metrics import PASS
 from rl.system.errors import RunError
 from rl.system.terminal import say, table, visible, with_error
 from rl.wire.rollouts import Split

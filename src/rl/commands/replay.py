@@ -20,8 +20,7 @@ from rl.launch.prepare import ranges
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
-from rl.run_dir.origin import changes_of, first_step
-from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.paths import RunDir, changes_of, first_step, numbers
 from rl.run_dir.status import describe, read_json, read_status
 from rl.system.children import Child
 from rl.system.errors import RunError

@@ -21,10 +21,10 @@ from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.role_state import Attempt, Death, RoleState, failure, rank_code
 from rl.launch.roles import PREPARING, Role
-from rl.run_dir.events import Event, EventKind, append_event
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import error_line, killed_rank, last_lines, last_words, trim_logs
 from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Event, EventKind, append_event
 from rl.run_dir.status import Staleness, archive_status, describe, read_status
 from rl.system.children import Child, RestartPolicy
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, WRONG_SETTINGS, RunError

@@ -26,12 +26,11 @@ from rl.config.run import RLConfig
 from rl.config.stored import as_written
 from rl.launch.repair import repair
 from rl.models.folder import weights_digest
-from rl.run_dir.digests import digest_of_file
 from rl.run_dir.files import append_file, clean_leftovers, move, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.metrics import cut_metrics, sources_dir
-from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir, is_run, numbered, numbers
+from rl.run_dir.paths import RunDir, is_run, numbered, numbers, read_origin
+from rl.run_dir.safetensors import digest_of_file
 from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
 from rl.system.errors import CANNOT_WRITE, RunError
 

@@ -30,10 +30,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl.run_dir.digests import HASH, MAX_THREADS, Digest, digest, digest_of_file, hash_each
 from rl.run_dir.files import UNREADABLE, CorruptFileError, reading
 from rl.run_dir.paths import numbered
-from rl.run_dir.safetensors import INDEX, model_files, read_header, tensor_digests
+from rl.run_dir.safetensors import (
+    HASH,
+    INDEX,
+    MAX_THREADS,
+    Digest,
+    digest,
+    digest_of_file,
+    hash_each,
+    model_files,
+    read_header,
+    tensor_digests,
+)
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
 
@@ -244,13 +254,10 @@ class Mirror:
 
     def _make_room(self, size: int) -> None:
         if size - self.size > (free := memory_bytes()[1]):
-            lacks = f"{size / 2**30:.1f} GiB of memory are needed, {free / 2**30:.1f} GiB are free"
-            remedy = (
-                "free memory, or move the versions with a delta.json away: a resume makes those "
-                "since its checkpoint again"
-            )
             raise RunError(
-                f"delta versions cannot be read: {lacks}; {remedy}. With "
+                f"delta versions cannot be read: {size / 2**30:.1f} GiB of memory are needed, "
+                f"{free / 2**30:.1f} GiB are free; free memory, or move the versions with a "
+                "delta.json away: a resume makes those since its checkpoint again. With "
                 "trainer.weights.anchor_every = 1 all are whole"
             )
         if self.fd < 0:
@@ -310,31 +317,26 @@ def readable(folder: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def verify_files(
-    folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank: int = 0, ranks: int = 1
-) -> None:
+def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> None:
     """Raises CorruptFileError naming the first file of a folder that is missing or does not match
     its checksum.
 
-    Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the
-    work. Raises RunError if all files use the same unknown hash function: a flipped bit would
-    change the name of only one.
+    Reads several files at once. Raises RunError if all files use the same unknown hash function: a
+    flipped bit would change the name of only one.
     """
     functions = {name for entry in checksums.values() for name in entry if name != "size"}
     if len(functions) == 1 and HASH not in functions:
         raise newer(folder / MANIFEST, functions.pop())
 
-    def verified(name: str) -> str:
+    def verify(name: str) -> None:
         file, expected = folder / name, checksums[name]
         if not file.is_file():
             raise CorruptFileError(f"{file}: missing")
         # Size first: a sparse file may have terabytes.
-        is_size = file.stat().st_size == expected.get("size")
-        if not is_size or (sums := checksum(file)) != expected:
+        if file.stat().st_size != expected.get("size") or checksum(file) != expected:
             raise CorruptFileError(f"{file}: damaged")
-        return sums[HASH]
 
-    hash_each(verified, [*checksums][rank::ranks])
+    hash_each(verify, checksums)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -347,11 +349,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 
 
-def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
-    """Verifies a checkpoint's files, or `rank`'s share of them, and returns its manifest. Raises
-    as `read_manifest` and `verify_files`."""
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Verifies a checkpoint's files, and returns its manifest. Raises as `read_manifest` and
+    `verify_files`."""
     manifest = read_manifest(path)
-    verify_files(path, manifest["files"], rank, ranks)
+    verify_files(path, manifest["files"])
     return manifest
 
 

@@ -7,7 +7,6 @@ shown; no program parses that.
 
 import contextlib
 import itertools
-import math
 import os
 import socket
 import stat
@@ -227,7 +226,7 @@ class Status:
         must not wait for the disk."""
         self.entered = time.monotonic()
         """Time at which the current phase began."""
-        self.fenced, self.looked = False, -math.inf
+        self.fenced = False
         self.gauges: dict[str, int] = {}
         """Field of RoleStatus -> value, written at every heartbeat; see `follow`."""
         self.enter(Phase.STARTING)
@@ -294,11 +293,9 @@ class Status:
 
     def _is_fenced(self) -> bool:
         """Returns whether this machine of a cluster was declared lost: its processes write
-        nothing any more. Looks once a heartbeat."""
-        now = time.monotonic()
-        if MACHINE_LEASE in os.environ and now >= self.looked + HEARTBEAT_S:
-            self.looked = now
-            self.fenced = is_over(self.path.parent / os.environ[MACHINE_LEASE])
+        nothing any more."""
+        if lease := os.environ.get(MACHINE_LEASE):
+            self.fenced = is_over(self.path.parent / lease)
         return self.fenced
 
     def _note_phase(self) -> None:

@@ -69,9 +69,9 @@ def bind(host: str, port: int, setting: str, wait_s: float = PORT_WAIT_S) -> soc
                         f"{setting} = {port} on {host}: {error.strerror}; choose another, or "
                         "0 for a free one"
                     ) from None
-                remedy = "give an address of this machine, or 0.0.0.0 for all of them"
                 raise RunError(
-                    f"{setting.replace('port', 'host')} = {host}: {error.strerror}; {remedy}"
+                    f"{setting.replace('port', 'host')} = {host}: {error.strerror}; give an "
+                    "address of this machine, or 0.0.0.0 for all of them"
                 ) from None
         time.sleep(0.2)
 

@@ -98,7 +98,7 @@ class CallLog:
         payload = msgspec.msgpack.encode(record)
         with self.writing, self.path.open("ab", buffering=0) as file:
             try:
-                write_all(file.fileno(), encode_record(payload), "calls")
+                write_all(file.fileno(), encode_record(payload), self.path)
             except OSError as error:
                 file.truncate(self.size)
                 raise with_path(error, self.path) from None

@@ -20,8 +20,8 @@ from rl.trainer.determinism import differing_conditions
 from rl.trainer.parallel.world import World, ranks_without
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.saver import Saver
+from rl.trainer.store.threads import RankThreads
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.transport import Wait
 

@@ -16,10 +16,9 @@ from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
 from rl.system.errors import RunError
-from rl.trainer.data.batch_sources import FromOrchestrator
-from rl.trainer.data.prefetch import Prefetch
+from rl.trainer.data.batch_sources import FromOrchestrator, Prefetch
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.threads import SingleTaskThread
 from rl.wire.messages import Acknowledged
 from rl.wire.transport import Wait
 from tests.trainer.samples import make_batch

@@ -12,7 +12,7 @@ from rl.system.errors import RunError
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model import head, modes, selftest
 from rl.trainer.model import policy as policy_module
-from rl.trainer.model.compiled import CompilerError
+from rl.trainer.model.flex import CompilerError
 from rl.trainer.model.head import mode_of
 from tests.families import CONFIGS, UNTIED
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference

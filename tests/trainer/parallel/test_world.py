@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from rl.system.errors import RunError
 from rl.system.linux import address_towards
-from rl.trainer.parallel import rendezvous
-from rl.trainer.parallel.rendezvous import Rendezvous, join_store, network
-from rl.trainer.parallel.world import check_division, start_world
+from rl.trainer.parallel import world
+from rl.trainer.parallel.world import Rendezvous, check_division, join_store, network, start_world
 from tests.ports import free_ports
 
 
@@ -84,7 +83,7 @@ def test_the_interface_is_the_one_towards_the_others(monkeypatch):
 def test_a_closed_network_is_said_within_seconds(monkeypatch):
     """The next rank says an address at which nobody listens."""
     store = dist.HashStore()
-    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(world, "CONNECT_TIMEOUT_S", 1.0)
     deadline = time.monotonic() + 20
 
     def neighbour() -> None:

@@ -1,9 +1,13 @@
+import errno
 import json
 import os
 import pickle
+import resource
 import shutil
+import signal
 import threading
 import time
+import types
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +28,7 @@ from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local, make_optimizer
 from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
+from rl.trainer.store.checkpoint import SLACK_BYTES, require_space, write_tensors
 from rl.trainer.store.saver import Saver
 from tests.families import CONFIGS
 from tests.trainer.samples import save_checkpoint, toy_step
@@ -130,10 +135,8 @@ def test_the_state_is_copied_into_the_same_memory_again(trained, world, tmp_path
     assert first and all(first[name].data_ptr() == second[name].data_ptr() for name in first)
 
 
-def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that_read_them(
-    trained, world, tmp_path, monkeypatch
-):
-    """They were read again after they were written, and at a resume all by rank 0."""
+def test_files_are_hashed_while_they_are_written(trained, world, tmp_path, monkeypatch):
+    """They were read again after they were written."""
     read, right = [], checksums.digest_of_file
     monkeypatch.setattr(
         checksums, "digest_of_file", lambda path: read.append(path.name) or right(path)
@@ -141,8 +144,7 @@ def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that
     save_checkpoint(path := tmp_path / "000001", 1, *trained, world)
     assert read == [".metadata"]
     read.clear()
-    verify_checkpoint(path, 0, 2)
-    verify_checkpoint(path, 1, 2)
+    verify_checkpoint(path)
     assert sorted(read) == [".metadata", "__0_0.distcp"]
 
 
@@ -294,17 +296,17 @@ def test_copies_that_do_not_fit_into_the_hosts_memory_are_refused(world, monkeyp
     each start."""
     # as on a GPU: a copy takes 12 GiB, a version 2 GiB
     model = torch.nn.Linear(1 << 10, 1 << 20, bias=False, device="meta")
-    moments = {name: torch.empty_like(model.weight) for name in ("exp_avg", "exp_avg_sq")}
-    optimizer = SimpleNamespace(state={model.weight: moments})
     monkeypatch.setattr(checkpoint, "memory_bytes", lambda: (15 << 30, 15 << 30))
-    checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
+    checkpoint.require_host_memory(model, torch.bfloat16, True, False, world)
+    checkpoint.require_host_memory(model, torch.bfloat16, False, True, world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    said = (
+    copies = (
         r"2 rank\(s\) for checkpoints take 24\.0 GiB of memory, for policy versions 4\.0 GiB, .* "
-        r"this machine has 15\.0 GiB: shard"
     )
-    with pytest.raises(RunError, match=said):
-        checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
+    with pytest.raises(RunError, match=copies + r"this machine has 15\.0 GiB: shard"):
+        checkpoint.require_host_memory(model, torch.bfloat16, True, False, world)
+    with pytest.raises(RunError, match=r"trainer.optim.offload 16\.0 GiB, but this machine"):
+        checkpoint.require_host_memory(model, torch.bfloat16, False, True, world)
 
 
 class Clock:
@@ -357,3 +359,31 @@ def test_an_interval_in_steps_is_obeyed_whatever_it_costs(world, tmp_path, monke
         saver.finish()
         assert [saver.due(step + more, 10**9) for more in (1, 9, 10)] == [False, False, True]
     assert saver.metrics() == {"time/checkpoint_cost": 306, "time/checkpoint_fraction": 1.0}
+
+
+def test_missing_space_is_told_to_the_byte(tmp_path, monkeypatch):
+    needed = torch.zeros(2**20, dtype=torch.uint8)
+    missing = needed.nbytes + SLACK_BYTES - 1
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=missing))
+    text = "no space left: 1,114,112 bytes are needed, 1,114,111 are free"
+    with pytest.raises(OSError, match=text):
+        require_space(tmp_path, [needed])
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: types.SimpleNamespace(free=needed.nbytes + SLACK_BYTES)
+    )
+    require_space(tmp_path, [needed])
+
+
+def test_a_full_disk_is_told_as_one(tmp_path):
+    """Regression: safetensors says it in its own words, which count as a fault of the program."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(4096)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert caught.value.errno == errno.EFBIG
+    assert caught.value.filename == str(tmp_path / "a.safetensors")

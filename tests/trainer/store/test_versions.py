@@ -25,7 +25,7 @@ from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
 from rl.trainer.store import versions
 from rl.trainer.store.image import image_of
-from rl.trainer.store.ranks import RankThreads
+from rl.trainer.store.threads import RankThreads
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS
 from tests.ports import free_ports

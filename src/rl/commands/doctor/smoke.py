@@ -37,7 +37,7 @@ def smoke_checks(config: RLConfig, children: Children) -> Iterable[Check]:
 def torch_gpus(work: Path, children: Children) -> Check:
     """Checks that torch sees all GPUs of the driver."""
     wanted = len(visible_gpus(dict(os.environ)))
-    answer = ask(children, work, "torch", "rl.trainer.gpus")
+    answer = ask(children, work, "torch", "rl.trainer.parallel.world")
     if answer.fault:
         return Check("torch", "FAIL", f"counting GPUs {answer.fault}")
     count, build = answer.lines[-1].split(" ", 1)

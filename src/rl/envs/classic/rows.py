@@ -19,8 +19,7 @@ from rl.config.fields import without_none
 from rl.config.outside import GROUP_PARAMETERS, not_a_column, not_given, rows_fault
 from rl.config.rows import info_of, prompt_of, task_rows
 from rl.envs.classic.client import chat_message, chat_tool
-from rl.models.hub import hub_or_cache
-from rl.models.tables import load_table
+from rl.models.hub import hub_or_cache, load_table
 from rl.system.errors import RunError
 from rl.system.functions import Blame, load_function
 from rl.system.terminal import did_you_mean

@@ -36,11 +36,12 @@ from transformers.core_model_loading import (
 )
 
 from rl.system.errors import RunError
-from rl.trainer.parallel.experts import experts_of, placements_of
+from rl.trainer.parallel.experts import check_experts, experts_of, placements_of
 from rl.trainer.parallel.world import World
 
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Environment variable with which transformers loads in the calling thread alone."""
+"""Environment variable with which transformers loads in the calling thread alone, from the first
+model on."""
 ROUTER = re.compile(r"\b(gate|router)\.")
 """What models call the layers that choose experts."""
 
@@ -167,6 +168,8 @@ class Reader:
             settings: Any,
             **options: Any,
         ) -> Any:
+            if self.world:
+                check_experts(model, self.world)
             self.whole = why_whole(model, settings)
             with ExitStack() as opened:
                 if not self.whole:
@@ -272,16 +275,11 @@ class Reader:
             return rows
 
         handle = register_module_parameter_registration_hook(keep)
-        # not by patch.dict, which empties the environment for a moment that other threads see
-        before = os.environ.get(SYNCHRONOUS)
         os.environ[SYNCHRONOUS] = "1"
         try:
             yield
         finally:
             handle.remove()
-            del os.environ[SYNCHRONOUS]
-            if before is not None:
-                os.environ[SYNCHRONOUS] = before
 
     def layout(
         self, module: nn.Module, parameter: nn.Parameter

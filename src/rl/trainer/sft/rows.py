@@ -15,8 +15,7 @@ from rl.config.fields import without_none
 from rl.config.kinds import SftColumns, SftConfig
 from rl.config.rows import chat_messages
 from rl.models.chat import Message, Tool, chat_call, chat_tools
-from rl.models.hub import hub_or_cache
-from rl.models.tables import csv_rows, load_table
+from rl.models.hub import csv_rows, hub_or_cache, load_table
 from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects

@@ -19,9 +19,15 @@ import pyarrow as pa
 from rl.config.kinds import SftConfig
 from rl.config.run import RLConfig
 from rl.models.chat import Message, RendererError, Tool
-from rl.models.conversation import REASONING, conversation_ids, has_content, missing_text
 from rl.models.folder import own_template, resolve_model, vocab_size
-from rl.models.renderer import Renderer, load_renderer
+from rl.models.renderer import (
+    REASONING,
+    Renderer,
+    conversation_ids,
+    has_content,
+    load_renderer,
+    missing_text,
+)
 from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids, without_row
 from rl.run_dir.checksums import checksum, verify_files
 from rl.run_dir.files import CorruptFileError, write_directory

@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 from rl.config.trainer import TrainerConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, RunDir, first_step
 from rl.run_dir.status import Phase
 from rl.system.errors import RESTART, RunError
 from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.threads import SingleTaskThread
 
 PAUSE = 20.0
 """With an interval in seconds, the least pause after a checkpoint, as a multiple of its cost: at

@@ -15,8 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import DELTA, DIGESTS
-from rl.run_dir.digests import (
+from rl.run_dir.files import Fence, write_directory, write_file
+from rl.run_dir.in_memory import InMemory
+from rl.run_dir.safetensors import (
     HASH,
+    SINGLE,
     Digest,
     bounds,
     covers,
@@ -25,17 +28,12 @@ from rl.run_dir.digests import (
     digest_of_file,
     hash_each,
 )
-from rl.run_dir.files import Fence, write_directory, write_file
-from rl.run_dir.in_memory import InMemory
-from rl.run_dir.safetensors import SINGLE
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.model import lora
-from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.image import Image, image_of
-from rl.trainer.store.layout import VersionTensor, header
-from rl.trainer.store.ranks import RankThreads
-from rl.trainer.store.space import require_space
+from rl.trainer.store.checkpoint import require_space
+from rl.trainer.store.image import Image, LastVersion, VersionTensor, header, image_of
+from rl.trainer.store.threads import RankThreads
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 

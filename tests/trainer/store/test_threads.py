@@ -4,7 +4,7 @@ import time
 import pytest
 
 from rl.system.errors import RunError
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.threads import SingleTaskThread
 
 
 def test_what_a_disk_does_not_give_in_time_ends_the_wait():

@@ -1,5 +1,6 @@
-"""Supervised fine-tuning: what a batch has, its loss against plain cross entropy, and the real
-trainer, resumed and on two ranks."""
+"""Random batches. Supervised fine-tuning: what a batch has, its loss against plain cross entropy,
+and the real trainer, resumed and on two ranks.
+"""
 
 import json
 import os
@@ -15,19 +16,29 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.loss import CrossEntropyConfig
 from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import TrainerConfig
+from rl.config.trainer import FakeDataConfig, TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import cut_metrics, read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
+from rl.trainer.data.batch_sources import (
+    FakeBatches,
+    FromExamples,
+    full_batch,
+    make_batch,
+    shuffled,
+    split,
+    validate,
+)
+from rl.trainer.data.packing import Layout, pack
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
 from rl.trainer.model.head import score
 from rl.trainer.model.policy import load_policy
-from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import Trainer, loss_inputs
+from rl.wire.messages import TrainBatch
 from tests.trainer.samples import (
     assert_alike,
     assert_same_files,
@@ -361,7 +372,9 @@ def test_a_grace_that_ends_in_the_validation_loses_only_that(straight, tmp_path,
     monkeypatch.setenv("RL_GRACE_S", "100")
     monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
     config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
-    run_trainer(config, 143, "tests.trainer.sft.test_source:end_in_the_validation_of_step_3")
+    run_trainer(
+        config, 143, "tests.trainer.data.test_batch_sources:end_in_the_validation_of_step_3"
+    )
     assert list(numbered(config.run_dir.checkpoints)) == [3]
     assert [step for step, _ in read_metrics(config.run_dir.metrics)] == [0, 1, 2, 3]
     run_trainer(config)
@@ -377,3 +390,36 @@ def test_two_ranks_equal_one(straight, tmp_path):
     config = make_config(tmp_path, straight.model.name)
     run_trainer(config, ranks=2)
     assert_alike(config.run_dir, straight.run_dir, STEPS)
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    config = FakeDataConfig(samples=6, group_size=4, prompt_tokens=5, completion_tokens=3)
+    batch = FakeBatches(config, 50, seed=1).receive(2)
+    assert batch == FakeBatches(config, 50, seed=1).receive(2)
+    assert batch != FakeBatches(config, 50, seed=2).receive(2) and batch != FakeBatches(
+        config, 50, seed=1
+    ).receive(3)
+    assert [(s.group_id, s.rollout_id, s.num_tokens, s.num_trained) for s in batch.samples] == [
+        *((0, i, 8, 3) for i in range(4)),
+        *((1, i, 8, 3) for i in range(2)),
+    ]
+    heads = [s.token_ids[:5].tolist() for s in batch.samples]
+    assert (
+        heads[0] == heads[3] != heads[4] == heads[5]
+        and max(s.token_ids.max() for s in batch.samples) < 50
+    )
+
+
+def sizes(batch: TrainBatch, ranks: int, row_tokens: int):
+    rows = [
+        pack(batch, [1.0] * len(batch.samples), Layout(rank, ranks, row_tokens, 64)).micro_batches
+        for rank in range(ranks)
+    ]
+    return [[(len(row.input_ids), len(row.predictors)) for row in batches] for batches in rows]
+
+
+def test_a_full_batch_is_one_full_row_for_each_rank():
+    assert sizes(full_batch(1, 100, 41, 50), 1, 100) == [[(100, 100)]]  # 40 + 40 + 20
+    assert sizes(full_batch(2, 100, 41, 50), 2, 100) == [[(100, 100)], [(100, 100)]]
+    # a sequence is not divided
+    assert sizes(full_batch(2, 30, 41, 50), 2, 30) == [[(40, 40)], [(40, 40)]]
