@@ -1,5 +1,5 @@
-"""A run from its configuration to its report. Beside it, two processes without which it goes on: the
-browser page (`--view`), and one that draws curves.png.
+"""A run from its configuration to its report. Beside it are two processes without which it goes on:
+the browser page (`--view`), and one that draws curves.png.
 """
 
 import contextlib
