@@ -13,6 +13,7 @@ of verifiers.
 import hashlib
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -57,6 +58,8 @@ VERIFIERS: dict[Api, str] = {
 """The supported versions of verifiers, by API."""
 
 
+HUB_VARIABLE = "RL_ENVIRONMENTS_HUB"
+HUB = "https://api.primeintellect.ai/api/v1/environmentshub"
 FILE = "home.txt"
 LINE = re.compile(r"^# (\w+) = (.*)", re.MULTILINE)
 
@@ -106,6 +109,10 @@ class Home(msgspec.Struct, frozen=True, kw_only=True):
         """The home in one line."""
         version = f" {self.version}" if self.version and self.version not in self.id else ""
         return f"{self.id}{version}: {self.why}, Python {self.python}"
+
+
+def hub_url() -> str:
+    return os.environ.get(HUB_VARIABLE, "").strip("/ ") or HUB
 
 
 def name_of(env_id: str) -> str:

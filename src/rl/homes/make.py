@@ -25,7 +25,16 @@ from packaging.specifiers import SpecifierSet
 
 from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id
 from rl.homes import home as homes
-from rl.homes.home import NO_CLASSIC, VERIFIERS, WORKER, Home, site_packages, version_of
+from rl.homes.home import (
+    HUB_VARIABLE,
+    NO_CLASSIC,
+    VERIFIERS,
+    WORKER,
+    Home,
+    hub_url,
+    site_packages,
+    version_of,
+)
 from rl.homes.request import Request, is_package, package_name
 from rl.homes.uv import Job, NetworkError, Say, UvError, last_lines
 from rl.run_dir.access_token import hides_keys
@@ -33,8 +42,6 @@ from rl.run_dir.files import clean_leftovers, make_directory, temporary_name
 from rl.run_dir.lease import NO_LOCKS
 from rl.system.errors import RunError
 
-HUB_VARIABLE = "RL_ENVIRONMENTS_HUB"
-HUB = "https://api.primeintellect.ai/api/v1/environmentshub"
 TIMEOUT_S = 30.0
 PULL_TIMEOUT_S = 300.0
 
@@ -48,10 +55,6 @@ class Location(NamedTuple):
     """What uv installs; empty: nothing, or a module or folder as it lies there."""
     index: str = ""
     """Address of the owner's index, which is asked only for this package; empty: the usual one."""
-
-
-def hub_url() -> str:
-    return os.environ.get(HUB_VARIABLE, "").strip("/ ") or HUB
 
 
 def find(source: Source, folder: Path, job: Job) -> Location:

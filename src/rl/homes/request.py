@@ -14,11 +14,11 @@ from rl.homes.home import (
     WORKER,
     Api,
     digest,
+    hub_url,
     link_of,
     name_of,
     site_packages,
 )
-from rl.homes.make import hub_url
 from rl.system.errors import RunError
 
 FORMAT = 1
