@@ -21,7 +21,7 @@ def start(run_dir, children, monkeypatch) -> tuple[Beside, list[str]]:
         return started(name, [sys.executable, "-c", quick, *command[4:]], *more)
 
     monkeypatch.setattr(children, "start", given)
-    return run.curves(run_dir, "r", children, said.append), said
+    return run.start_curves(run_dir, "r", children, said.append), said
 
 
 def test_a_picture_comes_with_news_and_its_process_goes_with_the_others(
