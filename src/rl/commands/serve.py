@@ -30,7 +30,7 @@ from rl.run_dir.status import Phase, Status, read_status
 from rl.system.errors import LASTING, RunError, exit_code_of
 from rl.system.linux import bind, die_with_parent, raise_open_files
 from rl.system.terminal import say
-from rl.tinker.http import KEY_PREFIX
+from rl.tinker.requests import KEY_PREFIX
 from rl.trainer.main import set_up_allocator, uses_gpus
 
 NAME = "tinker"

@@ -317,26 +317,31 @@ def readable(folder: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> None:
+def verify_files(
+    folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank: int = 0, ranks: int = 1
+) -> None:
     """Raises CorruptFileError naming the first file of a folder that is missing or does not match
     its checksum.
 
-    Reads several files at once. Raises RunError if all files use the same unknown hash function: a
-    flipped bit would change the name of only one.
+    Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the
+    work. Raises RunError if all files use the same unknown hash function: a flipped bit would
+    change the name of only one.
     """
     functions = {name for entry in checksums.values() for name in entry if name != "size"}
     if len(functions) == 1 and HASH not in functions:
         raise newer(folder / MANIFEST, functions.pop())
 
-    def verify(name: str) -> None:
+    def verified(name: str) -> str:
         file, expected = folder / name, checksums[name]
         if not file.is_file():
             raise CorruptFileError(f"{file}: missing")
         # Size first: a sparse file may have terabytes.
-        if file.stat().st_size != expected.get("size") or checksum(file) != expected:
+        is_size = file.stat().st_size == expected.get("size")
+        if not is_size or (sums := checksum(file)) != expected:
             raise CorruptFileError(f"{file}: damaged")
+        return sums[HASH]
 
-    hash_each(verify, checksums)
+    hash_each(verified, [*checksums][rank::ranks])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -349,11 +354,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 
 
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Verifies a checkpoint's files, and returns its manifest. Raises as `read_manifest` and
-    `verify_files`."""
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Verifies a checkpoint's files, or `rank`'s share of them, and returns its manifest. Raises
+    as `read_manifest` and `verify_files`."""
     manifest = read_manifest(path)
-    verify_files(path, manifest["files"])
+    verify_files(path, manifest["files"], rank, ranks)
     return manifest
 
 

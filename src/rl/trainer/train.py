@@ -52,6 +52,7 @@ from rl.trainer.measure.performance import (
     work_of,
 )
 from rl.trainer.measure.statistics import Statistics, TokenColumns, TokenFiles
+from rl.trainer.model import lora
 from rl.trainer.model.dither import dither
 from rl.trainer.model.head import Scores, keep_old, mode_of, score
 from rl.trainer.model.policy import DTYPES, load_policy, load_reference, reference_logprobs
@@ -265,6 +266,7 @@ def train(trainer: Trainer) -> bool:
             metrics = train_batch(trainer, ready, timer)
             if not has_trained:  # the first compiles, on one rank for longer than on another
                 world.set_timeout(trainer.config.trainer.rank_timeout_s)
+                lora.warn_of_untrained(trainer.context.model, trainer.context.optimizer)
             has_trained = True
         trainer.step = step
         leaves = trainer.leaves()
@@ -497,6 +499,8 @@ def load_context(config: RLConfig, world: World, base: str, is_new: bool) -> Tra
     if is_new and dtype == "bfloat16" and not settings.lora:
         dither(model, config.seed)
     reference = load_reference(config, base, model, world)
+    if world.is_main and config.batches_from in WRITING:
+        versions.say_what_is_left_out(Path(base))
     if world.device.type == "cuda":
         writes, offloads = config.batches_from in WRITING, settings.optim.offload
         checkpoint.require_host_memory(model, DTYPES[dtype], writes, offloads, world)

@@ -66,14 +66,9 @@ def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
 
 
-def test_a_rank_of_another_machine_syncs_what_it_has_written(trained, world, tmp_path, monkeypatch):
+def test_each_rank_syncs_what_it_has_written(trained, world, tmp_path, monkeypatch):
     """Rank 0's fsync does not reach another machine's page cache."""
-    for size, local_size, expected in ((1, "1", False), (4, "4", False), (4, "2", True)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
-        assert checkpoint.may_be_elsewhere(replace(world, rank=size - 1, size=size)) == expected
-    assert not checkpoint.may_be_elsewhere(world), "rank 0"
     synced = []
-    monkeypatch.setattr(checkpoint, "may_be_elsewhere", lambda _: True)
     monkeypatch.setattr(
         checkpoint,
         "fsync_path",
@@ -135,8 +130,10 @@ def test_the_state_is_copied_into_the_same_memory_again(trained, world, tmp_path
     assert first and all(first[name].data_ptr() == second[name].data_ptr() for name in first)
 
 
-def test_files_are_hashed_while_they_are_written(trained, world, tmp_path, monkeypatch):
-    """They were read again after they were written."""
+def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that_read_them(
+    trained, world, tmp_path, monkeypatch
+):
+    """They were read again after they were written, and at a resume all by rank 0."""
     read, right = [], checksums.digest_of_file
     monkeypatch.setattr(
         checksums, "digest_of_file", lambda path: read.append(path.name) or right(path)
@@ -144,7 +141,8 @@ def test_files_are_hashed_while_they_are_written(trained, world, tmp_path, monke
     save_checkpoint(path := tmp_path / "000001", 1, *trained, world)
     assert read == [".metadata"]
     read.clear()
-    verify_checkpoint(path)
+    verify_checkpoint(path, 0, 2)
+    verify_checkpoint(path, 1, 2)
     assert sorted(read) == [".metadata", "__0_0.distcp"]
 
 
