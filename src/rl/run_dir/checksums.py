@@ -125,12 +125,8 @@ def is_remote(folder: Path) -> bool:
 def verify_small_files(folder: Path, content: Mapping[str, Any]) -> None:
     """Raises CorruptFileError naming the first file of a version, other than those with whole
     tensors, that does not match its digest."""
-    for name, expected in content.get("files", {}).items():
-        file = folder / name
-        if not file.is_file():
-            raise CorruptFileError(f"{file}: missing")
-        if checksum(file)[HASH] != expected:
-            raise CorruptFileError(f"{file}: damaged")
+    files = content.get("files", {}).items()
+    verify_files(folder, {name: {HASH: expected} for name, expected in files})
 
 
 def verify_files_of_tensors(folder: Path, content: Mapping[str, Any]) -> None:
@@ -317,12 +313,15 @@ def readable(folder: Path) -> Iterator[Path]:
         yield Path(name)
 
 
-def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> None:
+def verify_files(
+    folder: Path, checksums: Mapping[str, Mapping[str, Any]], rank: int = 0, ranks: int = 1
+) -> None:
     """Raises CorruptFileError naming the first file of a folder that is missing or does not match
     its checksum.
 
-    Reads several files at once. Raises RunError if all files use the same unknown hash function: a
-    flipped bit would change the name of only one.
+    Reads several files at once, and only `rank`'s share of them if `ranks` processes divide the
+    work. Raises RunError if all files use the same unknown hash function: a flipped bit would
+    change the name of only one.
     """
     functions = {name for entry in checksums.values() for name in entry if name != "size"}
     if len(functions) == 1 and HASH not in functions:
@@ -333,10 +332,11 @@ def verify_files(folder: Path, checksums: Mapping[str, Mapping[str, Any]]) -> No
         if not file.is_file():
             raise CorruptFileError(f"{file}: missing")
         # Size first: a sparse file may have terabytes.
-        if file.stat().st_size != expected.get("size") or checksum(file) != expected:
+        size = file.stat().st_size
+        if size != expected.get("size", size) or checksum(file)[HASH] != expected.get(HASH):
             raise CorruptFileError(f"{file}: damaged")
 
-    hash_each(verify, checksums)
+    hash_each(verify, [*checksums][rank::ranks])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -349,11 +349,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise CorruptFileError(f"{path / MANIFEST}: missing or damaged") from None
 
 
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Verifies a checkpoint's files, and returns its manifest. Raises as `read_manifest` and
-    `verify_files`."""
+def verify_checkpoint(path: Path, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Verifies a checkpoint's files, or `rank`'s share of them, and returns its manifest. Raises
+    as `read_manifest` and `verify_files`."""
     manifest = read_manifest(path)
-    verify_files(path, manifest["files"])
+    verify_files(path, manifest["files"], rank, ranks)
     return manifest
 
 

@@ -135,8 +135,10 @@ def test_the_state_is_copied_into_the_same_memory_again(trained, world, tmp_path
     assert first and all(first[name].data_ptr() == second[name].data_ptr() for name in first)
 
 
-def test_files_are_hashed_while_they_are_written(trained, world, tmp_path, monkeypatch):
-    """They were read again after they were written."""
+def test_files_are_hashed_while_they_are_written_and_shared_among_the_ranks_that_read_them(
+    trained, world, tmp_path, monkeypatch
+):
+    """They were read again after they were written, and at a resume all by rank 0."""
     read, right = [], checksums.digest_of_file
     monkeypatch.setattr(
         checksums, "digest_of_file", lambda path: read.append(path.name) or right(path)
@@ -144,7 +146,8 @@ def test_files_are_hashed_while_they_are_written(trained, world, tmp_path, monke
     save_checkpoint(path := tmp_path / "000001", 1, *trained, world)
     assert read == [".metadata"]
     read.clear()
-    verify_checkpoint(path)
+    verify_checkpoint(path, 0, 2)
+    verify_checkpoint(path, 1, 2)
     assert sorted(read) == [".metadata", "__0_0.distcp"]
 
 
