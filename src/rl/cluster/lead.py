@@ -6,7 +6,7 @@ all of them (cluster/world.py); servers announce themselves.
 import sys
 import time
 
-from rl.cluster.identity import own_address
+from rl.cluster.reach import own_address
 from rl.cluster.world import world_end_s
 from rl.config.command_line import CommandLine, write_config
 from rl.config.plan import plan

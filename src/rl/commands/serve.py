@@ -23,7 +23,7 @@ from rl.run_dir.status import read_status
 from rl.system.errors import LASTING, RunError
 from rl.system.linux import bind
 from rl.system.terminal import say
-from rl.tinker.http import KEY_PREFIX
+from rl.tinker.requests import KEY_PREFIX
 
 HELP = f"""Serves the Tinker API over a model: programs that use the tinker SDK train LoRA adapters
 on this machine and sample from them. Prints the address and the key to give them. What clients make

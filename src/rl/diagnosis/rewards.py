@@ -232,12 +232,6 @@ def trainer_hints(state: RunState) -> Iterator[Problem]:
     """Yields causes that the trainer metrics point to, with remedies."""
     config, optim = state.config, state.config.trainer.optim
     rate, norm = mean(state, "trainer", "optim/lr"), mean(state, "trainer", "optim/grad_norm")
-    kl, lag_kl = mean(state, "trainer", "mismatch_kl/mean"), mean(state, "trainer", "lag_kl/mean")
-    masked, entropy = (
-        mean(state, "trainer", "masked_fraction"),
-        mean(state, "trainer", "entropy/mean"),
-    )
-    limit, doctor = RUN_LIMITS[config.model.dtype].kl, "`rl doctor --parity MODEL`"
     losses = state.values("trainer", "validation/loss") or [math.nan]
     if losses[-1] > WORSE * losses[0]:
         yield hint(
@@ -265,6 +259,26 @@ def trainer_hints(state: RunState) -> Iterator[Problem]:
             "masked_fraction",
             "rollouts/trained",
         )
+    yield from trainer_signs(state)
+
+
+def other_signs(state: RunState, hints: list[Problem]) -> Iterator[Problem]:
+    """Yields what the trainer's metrics show of a run that plays environments and the hints do not:
+    a reward may rise all the same, for a while."""
+    if state.config.plays and newest(state.numbers.reward()[1].tolist()):
+        yield from (sign for sign in trainer_signs(state) if sign not in hints)
+
+
+def trainer_signs(state: RunState) -> Iterator[Problem]:
+    """Yields what the trainer metrics show to be wrong however the reward moves, with remedies."""
+    config, optim = state.config, state.config.trainer.optim
+    norm, masked = (
+        mean(state, "trainer", "optim/grad_norm"),
+        mean(state, "trainer", "masked_fraction"),
+    )
+    kl, lag_kl = mean(state, "trainer", "mismatch_kl/mean"), mean(state, "trainer", "lag_kl/mean")
+    entropy = mean(state, "trainer", "entropy/mean")
+    limit, doctor = RUN_LIMITS[config.model.dtype].kl, "`rl doctor --parity MODEL`"
     if norm > 20 * optim.max_grad_norm:
         yield hint(
             f"gradients are {norm / optim.max_grad_norm:.0f} times the clipping limit "
@@ -297,7 +311,9 @@ def trainer_hints(state: RunState) -> Iterator[Problem]:
             "learning rate or max_lag",
             "lag_kl/mean",
         )
-    if entropy < 0.02 and config.kind != "sft":  # answers that fine-tuning teaches may be certain
+    # a policy that solves its tasks may be certain, and so may answers that fine-tuning teaches
+    is_solved = mean(state, "orchestrator", "reward/mean") >= SOLVED
+    if entropy < 0.02 and config.kind != "sft" and not is_solved:
         yield hint(
             f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups "
             "hardly differ: try a lower learning rate, or trainer.loss.entropy_coefficient",

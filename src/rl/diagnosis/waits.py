@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import environment_problems
 from rl.diagnosis.problems import Problem, doubts, problems_of
-from rl.diagnosis.rewards import reward_problems
+from rl.diagnosis.rewards import other_signs, reward_problems
 from rl.diagnosis.run_outcome import RunOutcome, ended_well, num_models, run_outcome
 from rl.diagnosis.state import RANK, VERBS, Process, RunMachine, RunState
 from rl.run_dir.logs import last_lines
@@ -95,6 +95,7 @@ def diagnose(
     hints, environments = reward_problems(state), [*environment_problems(state)]
     broken = [problem for problem in environments if problem.serious]
     doubtful = [*(problem for problem in environments if not problem.serious), *doubts(state)]
+    doubtful += other_signs(state, hints)
     outcome = None if state.alive else run_outcome(state)
     problems = problems_of(state, over=bool(outcome and outcome.how == "ended"))
     bottleneck = str(outcome) if outcome else waits_for(state, problems)

@@ -89,10 +89,13 @@ class Keeper:
         self.clock += min(now - self.polled, LONGEST_POLL_S)
         self.polled = now
         slow_s = self.clock - self.slow_at if self.clock - self.slow_at >= SLOW_POLL_S else 0.0
+        refused, deaths = None, list[Death | None]()
         for state in self.states.values():
             if not (state.attempt or state.done) and self.clock >= state.start_at:
-                self._start(state)
-        deaths = []
+                try:
+                    self._start(state)
+                except OSError as error:  # the others are watched all the same
+                    refused = error
         for state in self.states.values():
             if attempt := state.attempt:
                 # before its statuses are read, whose last ones may be of the moment before
@@ -107,7 +110,10 @@ class Keeper:
             self.children.poll()
             if "orchestrator" in self.states:
                 trim_logs(self.run_dir.logs.glob("worker-*.log"))
-        return [death for death in deaths if death]
+        known = [death for death in deaths if death]
+        if refused and not known:
+            raise refused
+        return known
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
         """Appends to events.jsonl. Raises RunError if another process has taken over the run:

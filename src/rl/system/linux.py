@@ -76,6 +76,13 @@ def bind(host: str, port: int, setting: str, wait_s: float = PORT_WAIT_S) -> soc
         time.sleep(0.2)
 
 
+def listen_everywhere() -> socket.socket:
+    """Returns a socket that listens at a free port of all interfaces, over IPv6 as over IPv4."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=both)
+
+
 def socket_base(room: int) -> str:
     """Returns where to make a temporary folder for sockets whose paths add up to `room` bytes:
     /tmp if TMPDIR is too long for them."""

@@ -183,6 +183,15 @@ def test_what_is_no_fault_of_the_model_ends_the_test(folder, world, monkeypatch,
             policy(folder("llama"), world)
 
 
+@pytest.mark.parametrize("attention", ["auto", "blocks"])
+def test_an_error_in_every_mode_is_told_as_such(folder, world, monkeypatch, capsys, attention):
+    """Regression: it was told as a model without an exact mode."""
+    monkeypatch.setattr(selftest, "score", raising(TypeError("no such keyword")))
+    with pytest.raises(RunError, match=r"an error ended the test of each mode.*blocks: TypeErr"):
+        policy(folder("llama"), world, attention=attention)
+    assert "Traceback" in (said := capsys.readouterr().err) and "no such keyword" in said
+
+
 def test_a_mode_whose_compiler_fails_is_not_used(folder, world, monkeypatch, capsys):
     def broken(model, batch, *_, **__):
         if mode_of(model) == "blocks":

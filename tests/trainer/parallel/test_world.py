@@ -38,7 +38,11 @@ def environment(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
-def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
+def test_a_rank_that_never_comes_is_named_soon_and_at_the_deadline(
+    environment, monkeypatch, capsys
+):
+    """Regression: nothing was said for 15 minutes."""
+    monkeypatch.setattr(world, "TELL_S", 1.0)
     since = time.monotonic()
     with pytest.raises(
         RunError,
@@ -47,6 +51,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
     ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
     assert time.monotonic() - since < 60
+    assert "waited 1 s for the other 1; ranks [1] did not appear" in capsys.readouterr().out
 
 
 def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):

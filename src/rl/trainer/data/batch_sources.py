@@ -85,6 +85,8 @@ class FromOrchestrator(BatchSource):
         if not self.client:
             self.wait.about(Phase.WAITING_FOR_BATCH, step, "rank 0 to get it")
         answer = self.client.get_batch(step, self.wait) if self.client else b""
+        if self.client and self.world.size > 1:
+            self.wait.about(Phase.WAITING_FOR_RANKS, step, f"they are to take batch {step}")
         if isinstance(answer, RunEnded):
             print(f"the run has ended: {answer.reason}", flush=True)
         data = self.world.broadcast_bytes(answer if isinstance(answer, bytes) else b"", self.group)

@@ -31,6 +31,8 @@ START_TIMEOUT_S = 900.0
 """Seconds that ranks wait for each other at the start: a node may have to download a large model
 first."""
 CONNECT_TIMEOUT_S = 20.0
+TELL_S = 45.0
+"""Seconds after which a rank says for whom it waits, again and again."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,25 @@ class Rendezvous:
         return f"rank {self.rank} on {socket.gethostname()}"
 
     def exchange(self, what: str, value: str) -> list[str]:
-        """Returns every rank's value, by rank. Raises RunError at the deadline, naming the ranks
-        that gave none."""
+        """Returns every rank's value, by rank. Every TELL_S names the ranks that gave none. Raises
+        RunError at the deadline."""
         self.store.set(f"{what}/{self.rank}", value)
         keys, began = [f"{what}/{rank}" for rank in range(self.size)], time.monotonic()
-        try:
-            self.store.wait(keys, timedelta(seconds=max(1.0, self.deadline - began)))
-        except dist.DistStoreError:
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-            raise RunError(
+        while True:
+            left_s = max(1.0, self.deadline - time.monotonic())
+            try:
+                self.store.wait(keys, timedelta(seconds=min(left_s, TELL_S)))
+                return [self.store.get(key).decode() for key in keys]
+            except dist.DistStoreError:
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            fault = (
                 f"{self.name} waited {time.monotonic() - began:.0f} s for the other "
                 f"{self.size - 1}; ranks {missing} did not appear. Is torchrun running on every "
                 "node, with the same --nnodes, --rdzv-id and --rdzv-endpoint? See its log"
-            ) from None
-        return [self.store.get(key).decode() for key in keys]
+            )
+            if time.monotonic() >= self.deadline:
+                raise RunError(fault)
+            print(f"trainer: {fault}", flush=True)
 
     def check_neighbour(self, address: str) -> None:
         """Connects to the next rank as gloo and nccl will. Raises RunError within seconds if it

@@ -248,13 +248,19 @@ class Publisher:
         if record is None:
             return
         tensor = first_difference(record["tensors"], version.digests_like(record["tensors"]))
-        if tensor is None or not self.ranks.is_main:
-            return
+        if tensor is not None:
+            before, now = record.get("made_by", {}), version.made_by
+            self.ranks.of_main(lambda: self._replace(number, tensor, before, now))
+
+    def _replace(
+        self, number: int, tensor: str, before: dict[str, Any], now: dict[str, Any]
+    ) -> None:
+        """Deletes the deltas that follow a version. Warns of `tensor`, the first that differs, if
+        the conditions `before` and `now` should give the same bits."""
         later = number + 1
         while is_delta(path := self.run_dir.weights(later)):
             remove_directory(path)
             later += 1
-        before, now = record.get("made_by", {}), version.made_by
         if before.get("deterministic") and now.get("deterministic"):
             why = (
                 differing_conditions(before, now)

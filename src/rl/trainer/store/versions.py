@@ -228,6 +228,19 @@ DRAFTING = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers
 has them: those of the base would draft for another model."""
 
 
+def say_what_is_left_out(base: Path) -> None:
+    """Prints that versions have no layers that draft tokens, if the base model has some."""
+    config = json.loads((base / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        for key in sorted(DRAFTING & part.keys()):
+            if part[key]:
+                print(
+                    f"{key} = {part[key]}: these layers, which draft tokens for speculative "
+                    "decoding, are not trained; versions have none of them, and 0 in config.json",
+                    flush=True,
+                )
+
+
 def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Writes the base model's config with the dtype of the weights. Of a model that sees images
     but is trained as text only, it is the config of the text model: the files have nothing else."""
