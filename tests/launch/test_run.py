@@ -97,6 +97,7 @@ for step in range(1, config.max_steps + 1):
 """,
 }
 FOREVER = "time.sleep(60)\n"
+TRAINING = ("orchestrator", "trainer")
 ELSEWHERE = "--orchestrator.inference_urls http://127.0.0.1:1"
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
@@ -374,6 +375,22 @@ def test_a_home_is_told_once_for_all_of_its_environments():
     assert home_lines({"a": package, "b": package, "c": rows}) == [
         "environments a, b: ./e 1.0: classic, verifiers 0.3.1, Python 3.12.1"
     ]
+
+
+def test_a_stop_says_which_steps_a_resume_trains_again(rl):
+    save = '(root / "checkpoints/000001").mkdir(parents=True)\n'
+    stays = {name: SCRIPTS[name] + save * (name == "trainer") + FOREVER for name in TRAINING}
+    process, path = rl.start(**stays), rl.run_dir.metrics
+
+    def all_trained() -> bool:
+        text = path.read_text() if path.exists() else ""
+        return text.count("loss/mean") == text.count('"reward/mean') == 3
+
+    until(all_trained, 120)
+    until((rl.root / "checkpoints" / "000001").exists)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert "no checkpoint after step 1: a resume trains 2 to 3 again\nresume with: rl " in err
 
 
 @pytest.mark.parametrize(

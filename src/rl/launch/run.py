@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import CommandLine
+from rl.config.command_line import CommandLine, from_toml
 from rl.config.run import RLConfig
 from rl.config.trainer import CheckpointConfig
 from rl.diagnosis.disk import disk_estimate
@@ -33,7 +33,7 @@ from rl.launch.trackers import Trackers
 from rl.run_dir.lease import LEASE_S, check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import STOP_DEADLINE_S, Stopped
 from rl.system.errors import GIVE_UP, LASTING, RunError, system_error
@@ -237,6 +237,9 @@ def run(
         # anything else starts.
         for name in roles.preparing(config):
             loop.until_finished([Role(name, roles.command(name, run_dir, 1), {})])
+        length = from_toml(run_dir.config).model.max_model_len
+        if length < config.model.max_model_len:
+            loop.say(f"model.max_model_len = {length}: the longest sequence of this model")
         if not config.is_remote:
             loop.tell_disk()
         if config.kind == "sft":
@@ -281,6 +284,9 @@ def run(
                 "elsewhere to continue it"
             )
     elif code:
+        saved, done = max(numbers(run_dir.checkpoints), default=0), loop.console.shown
+        if code > 128 and saved < done:
+            say(f"no checkpoint after step {saved}: a resume trains {saved + 1} to {done} again")
         say(f"resume with: {again}")
     return code
 
