@@ -6,8 +6,7 @@ from functools import partial
 import pytest
 
 from rl.commands import collect, environment, evaluate
-from rl.commands.options import load, name_of_play
-from rl.commands.policy_spec import PolicySource
+from rl.commands.options import PolicySource, load, name_of_play
 from rl.config.command_line import build, parse_args, take
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
