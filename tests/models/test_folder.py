@@ -97,6 +97,8 @@ def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monk
         r"model\.max_model_len to at most",
     ):
         sound_model(config)
+    assert sound_model(default := run_on(folder, max_model_len=2048)) == str(folder)
+    assert default.model.max_model_len == 1024, "the default, of a model that was not here"
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert sound_model(config) == str(folder)
 

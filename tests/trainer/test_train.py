@@ -167,7 +167,7 @@ def test_a_run_that_needs_its_base_does_not_go_on_with_another(
     its place in silence."""
     base = shutil.copytree(folder, tmp_path / "base")
     trainer = started(tmp_path, base, world, **settings)
-    trainer.saver.save(1, trainer.context.model, trainer.context.optimizer)
+    trainer.saver.copy(1, trainer.context.model, trainer.context.optimizer)()
     trainer.saver.finish()
     assert started(tmp_path, base, world, **settings).step == 1
     file = base / "model.safetensors"

@@ -4,6 +4,7 @@ them."""
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import unicodedata
@@ -623,6 +624,11 @@ def test_the_name_of_a_run_is_no_pattern(chatml, tmp_path):
     run = tmp_path / "runs [1]" / "lr=1e-5,x[2]*"
     write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 1.0, "a"))
     assert len(chatml(dataset=str(run))[0]) == 1
+    write_rows(tmp_path / "data [1]" / "train.jsonl", {"prompt": "a", "completion": "b"})
+    files = tmp_path / "data [1]" / "*.jsonl"
+    with pytest.raises(RunError, match=f"rename it, or give {re.escape(str(files))}$"):
+        chatml(dataset=str(files.parent))
+    assert len(chatml(dataset=str(files))[0]) == 1
 
 
 def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
@@ -646,8 +652,6 @@ def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
         rollout(2, 0.5, "h"),
         rollout(3, 0.1, "i", trained=False),
     )
-    # no batch has settled it: it comes in a numbered file
-    write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))
 
     def answers(**settings):
         samples, manifest = chatml(
@@ -764,7 +768,7 @@ def test_hugging_face_datasets(folders, tmp_path):
     assert len(prepared(tmp_path / "c", folders / "chatml", **table)[0]) == 1
     lines = str(tmp_path / "b" / "data.jsonl")
     for dataset, settings, said in (
-        (saved, {"split": "train"}, "'train'.*check name, sft.split"),
+        (saved, {"split": "train"}, "no such split; there are test; check name, sft.split"),
         (empty, {}, "sft.dataset = "),
         (parquet, {"split": "test"}, "sft.split = 'test': .*x.parquet has no splits; name the"),
         (parquet, {"subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),

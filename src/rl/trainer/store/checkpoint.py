@@ -298,9 +298,8 @@ def write(
     faults.point("checkpoint.saved")
     # without .metadata.tmp
     sums = {name: file for name, file in files.sums.items() if name.startswith("__")}
-    if may_be_elsewhere(world):
-        for name in sums:
-            fsync_path(temporary / name)
+    for name in sums:  # rank 0's fsync, below, does not reach the pages of another machine
+        fsync_path(temporary / name)
     of_ranks = world.gather_bytes(json.dumps(sums).encode(), group)
     if world.is_main:
         manifest = {"step": step, "world_size": world.size, "model": model, "base": base}
@@ -311,12 +310,6 @@ def write(
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
-
-
-def may_be_elsewhere(world: World) -> bool:
-    """Whether this rank may be on another machine than rank 0, whose fsync covers only the
-    writes of its own machine."""
-    return not world.is_main and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < world.size
 
 
 def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor]) -> Exception:

@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -43,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import str_to_torch_dtype
 from zstandard import ZstdCompressor
 
 from rl.run_dir import in_memory
@@ -263,10 +262,8 @@ def own_slices(
     return sorted(slices, key=lambda part: part.tensor.start + part.first)
 
 
-@cache
-def name_of(dtype: torch.dtype) -> str:
-    """Returns the format's name of a type."""
-    return json.loads(save({"none": torch.empty(0, dtype=dtype)})[8:])["none"]["dtype"]
+NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+"""The format's names of types."""
 
 
 def header(tensors: Sequence[VersionTensor], begins: bytes = FORMAT) -> bytes:
@@ -275,7 +272,7 @@ def header(tensors: Sequence[VersionTensor], begins: bytes = FORMAT) -> bytes:
     at the same place of its page in memory and on disk, as `write_pages` needs it."""
     entries = {
         tensor.name: {
-            "dtype": name_of(tensor.dtype),
+            "dtype": NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [tensor.start, tensor.end],
         }
