@@ -25,18 +25,20 @@ from tests.trainer.model.test_policy import policy, rows_of
 from tests.trainer.samples import branching_batch
 
 
-def rates(max_steps=4, **settings):
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1.0] * 4),
+        ({"warmup_steps": 2}, [0.5, 1.0, 1.0, 1.0]),
+        ({"schedule": "linear"}, [1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "cosine"}, [1.0, 0.853553, 0.5, 0.146447]),
+        ({"schedule": "linear", "warmup_steps": 2}, [0.5, 1.0, 1.0, 0.5]),
+        ({"schedule": "linear", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0]),
+    ],
+)
+def test_schedules(settings, expected):
     config = OptimConfig(lr=1.0, **settings)
-    return [round(config.lr_at(step, max_steps), 6) for step in range(1, max_steps + 1)]
-
-
-def test_schedules():
-    assert rates() == [1.0, 1.0, 1.0, 1.0]
-    assert rates(warmup_steps=2) == [0.5, 1.0, 1.0, 1.0]
-    assert rates(schedule="linear") == [1.0, 0.75, 0.5, 0.25]
-    assert rates(schedule="cosine") == [1.0, 0.853553, 0.5, 0.146447]
-    assert rates(schedule="linear", warmup_steps=2) == [0.5, 1.0, 1.0, 0.5]
-    assert rates(schedule="linear", warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+    assert [round(config.lr_at(step, 4), 6) for step in range(1, 5)] == expected
 
 
 def test_moments_that_do_not_fit_into_the_hosts_memory_are_refused(monkeypatch):

@@ -1,8 +1,6 @@
 """Several optimizer steps a batch: against plain steps on its parts, and the clipped losses
 against float64 in an unpacked model."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -84,17 +82,19 @@ def test_minibatches_are_whole_groups_in_an_order_that_seed_and_step_determine()
     assert [len(part) for part in cut(batch, 9, 7)] == [3] * 5  # no more than groups
 
 
-def test_tokens_are_weighed_within_their_minibatch():
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        ("token", [1 / 3] * 3),
+        ("sequence", [1 / 2, 1 / 3, 1 / 4]),
+        ("constant", [1 / 16, 1 / 8, 1 / 16]),
+    ],
+)
+def test_tokens_are_weighed_within_their_minibatch(kind, weights):
     samples = [make_sample([1], [2] * n, group=i) for i, n in enumerate((1, 3, 2))]
+    config = TypeAdapter(LossConfig).validate_python({"aggregation": kind})
     batch = TrainBatch(step=1, samples=samples)
-    weights = partial(minibatch_weights, batch, [[0, 2], [1]], constant_length=8)
-    configs = {
-        kind: TypeAdapter(LossConfig).validate_python({"aggregation": kind})
-        for kind in ("token", "sequence", "constant")
-    }
-    assert weights(configs["token"]) == [1 / 3, 1 / 3, 1 / 3]
-    assert weights(configs["sequence"]) == [1 / 2, 1 / 3, 1 / 4]
-    assert weights(configs["constant"]) == [1 / 16, 1 / 8, 1 / 16]
+    assert minibatch_weights(batch, [[0, 2], [1]], config, constant_length=8) == weights
 
 
 # Against plain steps ------------------------------------------------------------------------------
@@ -205,18 +205,16 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
 def test_parity_is_judged_on_what_the_version_itself_would_score(tied_folder, world):
     """The tokens of the first optimizer step; and a strict run ends before anything is changed."""
     batch = the_batch()
-    parity = ParityWatch(LIMITS["float32"], strict=False, client=None)
-    context, config = learner_of(tied_folder, world, {"type": "clip"}, parity, minibatches=3)
+
+    def learner(strict):
+        parity = ParityWatch(LIMITS["float32"], strict, client=None)
+        return learner_of(tied_folder, world, {"type": "clip"}, parity, minibatches=3)
+
+    context, config = learner(strict=False)
     first = part_of(batch, cut(batch, 3, config.seed)[0])
     before = weights_of(context.model)
     assert train(context, config, batch)["parity/tokens"] == first.num_loss_tokens
-    context, config = learner_of(
-        tied_folder,
-        world,
-        {"type": "clip"},
-        ParityWatch(LIMITS["float32"], True, None),
-        minibatches=3,
-    )
+    context, config = learner(strict=True)
     with pytest.raises(RunError, match=f"disagree on {first.num_loss_tokens} tokens"):
         train(context, config, batch)
     assert_equal(weights_of(context.model), before)

@@ -15,7 +15,7 @@ from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from tests.trainer.samples import make_batch, make_sample
 from tests.wire.samples import aligned
 
-A, B, C, D, E = 10, 11, 12, 13, 14
+A, B, C, D, E = range(10, 15)
 
 
 def batch_of(*samples):
@@ -30,19 +30,13 @@ def test_branches_of_multi_turn_rollouts_share_their_history():
     """A rollout cut into samples (its context was compacted, or a sub-agent branched off)
     repeats its history in each of them."""
     turns = list(range(100, 140))
-    first = make_sample([*turns, 1], [7, 7], rollout=0)
-    second = make_sample([*turns, 1, 7, 7, 2], [8, 8, 8], rollout=0)
+    first = make_sample([*turns, 1], [7, 7])
+    second = make_sample([*turns, 1, 7, 7, 2], [8, 8, 8])
     third = make_sample([*turns, 3, 3], [9], rollout=1)
     # inputs alone: 42 + 46 + 42 = 130; in the tree: 40 turns, then 1 7 7 2 8 8 and 3 3
     result = packed(batch_of(first, second, third))
     assert result.shared_token_fraction == 1 - (40 + 6 + 2) / 130
     assert result.micro_batches[0].position_ids.tolist() == [*range(46), 40, 41]
-    assert (
-        packed(
-            batch_of(make_sample([A, B], [C, D]), make_sample([A, B], [E, D]))
-        ).shared_token_fraction
-        == 1 - 4 / 6
-    )
 
 
 def random_batch(rng: random.Random) -> TrainBatch:
@@ -195,13 +189,10 @@ def test_no_rank_is_idle_where_there_are_samples():
         assert all(len(parts) == 1 for parts in assigned) and min(map(min, cost)) > 0
         # 8 answers for 3 ranks: 3 + 3 + 2
         assert max(map(sum, cost)) < 1.35 * sum(map(sum, cost)) / ranks
-    idle = packed(batch_of(make_sample([A], [B])), ranks=2, rank=1).micro_batches
-    assert len(idle) == 1 and idle[0].input_ids.tolist() == [0] and idle[0].targets.numel() == 0
-    assert (
-        idle[0].predictors.tolist() == [0]
-        and idle[0].temperatures.tolist() == [1.0]
-        and idle[0].envs.dtype == torch.int64
-    )
+    (idle,) = packed(batch_of(make_sample([A], [B])), ranks=2, rank=1).micro_batches
+    assert idle.input_ids.tolist() == idle.predictors.tolist() == [0]
+    assert idle.targets.numel() == 0 and idle.temperatures.tolist() == [1.0]
+    assert idle.envs.dtype == torch.int64
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -218,21 +209,12 @@ def test_micro_batches_are_full_balanced_and_fall_in_cost(ranks):
 
 
 def test_a_pass_on_a_gpu_is_larger_by_default():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     recomputes = TrainerConfig(activation_checkpointing="full")
-    keeps = TrainerConfig()  # activations of more would not fit
-    assert [micro_batch_tokens(keeps, device, "flex") for device in (cpu, gpu)] == [4096, 4096]
-    for mode in ("blocks", "flex", "unpacked"):
-        assert [micro_batch_tokens(recomputes, device, mode) for device in (cpu, gpu)] == [
-            4096,
-            16384,
-        ]
-    # its masks and scores are dense
-    assert [micro_batch_tokens(recomputes, device, "eager") for device in (cpu, gpu)] == [
-        4096,
-        4096,
-    ]
-    assert [
-        micro_batch_tokens(TrainerConfig(micro_batch_tokens=100), device, "eager")
-        for device in (cpu, gpu)
-    ] == [100, 100]
+    for trainer, mode, expected in (
+        (TrainerConfig(), "flex", [4096, 4096]),  # activations of more would not fit
+        *((recomputes, mode, [4096, 16384]) for mode in ("blocks", "flex", "unpacked")),
+        (recomputes, "eager", [4096, 4096]),  # its masks and scores are dense
+        (TrainerConfig(micro_batch_tokens=100), "eager", [100, 100]),
+    ):
+        devices = map(torch.device, ("cpu", "cuda"))
+        assert [micro_batch_tokens(trainer, device, mode) for device in devices] == expected

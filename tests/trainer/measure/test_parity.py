@@ -75,20 +75,14 @@ class FakeClient:
 
 def probe_samples(model, config, world, error):
     """Samples with the model's own log-probabilities, all but the first by version 4."""
-    samples = [make_sample([5, 6, 7 + i], [9, 10, 11], group=i) for i in range(3)]
-    own = compare(model, config, TrainBatch(step=1, samples=samples), world)
-    samples = [with_version(sample, 3 if i == 0 else 4) for i, sample in enumerate(samples)]
-    by_place = {}
-    (row,) = pack_alone(TrainBatch(step=1, samples=samples)).micro_batches
-    for (_, _, difference), sample, target in zip(
-        own, row.sequences.tolist(), row.targets.tolist(), strict=True
-    ):
-        by_place[sample, target] = difference - 2.0  # make_sample says -2 for every token
-    for i, sample in enumerate(samples):
-        off = 5.0 if i == 0 else error
-        samples[i] = changed(
-            sample, logprobs=[0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)]
-        )
+    samples = []
+    for i in range(3):
+        sample = make_sample([5, 6, 7 + i], [9, 10, 11], group=i)
+        tokens = compare(model, config, TrainBatch(step=1, samples=[sample]), world)
+        # make_sample says -2 for every token
+        logprobs = [difference - 2.0 + (error if i else 5.0) for _, _, difference in tokens]
+        sample = changed(sample, logprobs=[0.0] * 3 + logprobs)
+        samples.append(with_version(sample, 4 if i else 3))
     return samples
 
 

@@ -18,15 +18,23 @@ from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import head
 from rl.trainer.model.head import score
-from rl.trainer.model.modes import is_compiled, layer_windows
+from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
-from tests.families import CONFIGS
+from tests.families import CONFIGS, SIZES
 from tests.trainer.device import DEVICE, on_cpu
-from tests.trainer.samples import branching_batch, make_batch, make_sample, pack_alone, plain_scores
+from tests.trainer.layouts import weights_of
+from tests.trainer.samples import (
+    assert_equal,
+    branching_batch,
+    make_batch,
+    make_sample,
+    pack_alone,
+    plain_scores,
+)
 
 ENTROPY = 0.1
 """What the entropies count in these tests' objective, beside advantage times log-probability."""
@@ -120,21 +128,11 @@ def test_experts_stay_out_of_the_graph_of_their_compiled_layer(world, tmp_path, 
 def test_command_models_have_the_windows_that_inference_has(world, tmp_path):
     """One token more than transformers': 2e-2 nats off vLLM at the tokens behind the first
     window before."""
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    model = policy(
-        make_tiny_model(tmp_path / "cohere2", {"model_type": "cohere2", **sizes, **kinds}), world
-    )
-    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [
-        5,
-        None,
-    ] and layer_windows(model) == [5, None]
+    folder = make_tiny_model(tmp_path / "cohere2", SIZES | {"model_type": "cohere2"} | kinds)
+    model = policy(folder, world)
+    windows = [layer.self_attn.sliding_window for layer in model.model.layers]
+    assert windows == layer_windows(model) == [5, None]
 
 
 def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path):
@@ -210,18 +208,12 @@ def ready(*samples):
 def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     model = policy(tied_folder, world)
     optimizer = make_optimizer(model, TrainerConfig().optim)
-    before = [p.full_tensor().clone() for p in model.parameters()]
+    before = weights_of(model)
+    sample = make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])
     with pytest.raises(RunError, match="nan") as caught:
-        step(
-            model,
-            optimizer,
-            ready(make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])),
-            world,
-        )
+        step(model, optimizer, ready(sample), world)
     assert caught.value.exit_code == RESTART
-    assert all(
-        torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
-    )
+    assert_equal(weights_of(model), before)
 
 
 def test_a_head_stays_tied_to_an_embedding_in_a_block(world, tmp_path):
@@ -249,14 +241,6 @@ def test_windows_and_implementations_that_the_attention_does_not_see_are_refused
         RunError, match=r"does not call its attention function; set trainer.attention = auto"
     ):
         score(model, row, world)
-
-
-@pytest.mark.parametrize(
-    ("mode", "setting", "expected"),
-    [("flex", None, True), ("blocks", None, False), ("flex", False, False), ("blocks", True, True)],
-)
-def test_layers_are_compiled_by_default_where_attention_is_flex(mode, setting, expected):
-    assert is_compiled(TrainerConfig(compile=setting), mode) == expected
 
 
 @on_cpu

@@ -170,13 +170,9 @@ def test_a_row_is_divided_into_parts_of_equal_cost():
     assert [part.tolist() for part in parts_of_row(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     for length, ranks in ((1, 2), (3, 4), (7, 2), (1000, 8)):
         parts = parts_of_row(length, ranks)
-        assert sorted(set(torch.cat(parts).tolist())) == list(range(length)) and all(
-            len(part) for part in parts
-        )
-        slots, longest = slots_of_row(parts), max(map(len, parts))
-        padded = torch.cat(
-            [torch.nn.functional.pad(part, (0, longest - len(part)), value=-1) for part in parts]
-        )
-        assert padded[slots].tolist() == list(range(length))
+        assert all(map(len, parts)) and {*torch.cat(parts).tolist()} == {*range(length)}
+        # by slots of equal length, the row again
+        padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=-1)
+        assert padded.flatten()[slots_of_row(parts)].tolist() == list(range(length))
     costs = [int((part + 1).sum()) for part in parts]  # visible keys of one long sequence
     assert max(costs) < 1.02 * min(costs)

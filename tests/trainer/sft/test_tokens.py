@@ -12,7 +12,6 @@ from itertools import count
 from types import SimpleNamespace
 
 import datasets
-import pyarrow as pa
 import pytest
 from tokenizers import normalizers, processors
 from transformers import AutoTokenizer
@@ -25,6 +24,7 @@ from rl.system.errors import RunError
 from rl.trainer.sft import rows
 from rl.trainer.sft.tokens import Tokenizer, open_examples, prepare_data, read_manifest
 from rl.wire.batch_file import compress_rollouts
+from tests import jsonl
 from tests.models.conftest import DROPS_THINKING
 from tests.models.conversations import ADD, assistant, system, user
 
@@ -87,7 +87,7 @@ def make_config(tmp_path, renderer=None, max_model_len=1024, **sft) -> RLConfig:
 
 def write_rows(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl.text(*rows))
 
 
 def prepared(tmp_path, folder, *rows, renderer=None, max_model_len=1024, **sft):
@@ -595,17 +595,6 @@ def test_a_csv_file_is_read_whole_or_refused(folders, tmp_path, written, said):
         prepared(tmp_path, folders / "base", dataset=str(tmp_path / "data.csv"))
 
 
-def test_data_that_is_not_there(folders, tmp_path):
-    for dataset, said in (
-        (str(tmp_path / "no.jsonl"), "sft.dataset = .*: there is no .*no.jsonl; give a JSONL file"),
-        (str(tmp_path / "*.jsonl"), "no file matches"),
-    ):
-        with pytest.raises(RunError, match=said):
-            prepare_data(
-                make_config(tmp_path, dataset=dataset), str(folders / "chatml"), lambda *_: None
-            )
-
-
 def rollout(task, reward, answer, **more):
     messages = [user(f"task {task}"), assistant(answer)]
     return {
@@ -766,6 +755,7 @@ def test_hugging_face_datasets(folders, tmp_path):
     for dataset, settings, said in (
         (saved, {"split": "train"}, "'train'.*check name, sft.split"),
         (empty, {}, "sft.dataset = "),
+        (tmp_path / "*.jsonl", {}, "no file matches"),
         (parquet, {"split": "test"}, "sft.split = 'test': .*x.parquet has no splits; name the"),
         (parquet, {"subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),
         (lines, {"validation_split": "test"}, "sft.validation_split = 'test': .* has no splits"),
@@ -779,23 +769,6 @@ def test_tools_that_are_called_but_not_defined_are_a_warning(chatml):
     assert manifest_lines(manifest)[-1].startswith(
         "warning: examples call tools, but have no tool definitions"
     )
-
-
-def test_examples_are_mapped_from_their_file(folders, tmp_path):
-    prepared(
-        tmp_path,
-        folders / "base",
-        {"prompt": "a", "completion": "b"},
-        {"prompt": "cd", "completion": "e"},
-    )
-    config = make_config(tmp_path)
-    before = pa.total_allocated_bytes()
-    examples = open_examples(config.run_dir.data / "train.arrow")
-    assert pa.total_allocated_bytes() == before
-    assert [len(ids) for ids in examples["tokens"]] == [3, 4] and examples["group"].to_pylist() == [
-        0,
-        1,
-    ]
 
 
 @pytest.mark.parametrize(

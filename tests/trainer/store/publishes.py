@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -23,11 +21,11 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import tensor_digests
 from rl.system.errors import RunError
 from rl.trainer.model import lora
-from rl.trainer.parallel.world import World, start_world
 from rl.trainer.replay import compare
 from rl.trainer.store import versions
 from rl.trainer.store.deltas import LastVersion
 from rl.trainer.store.ranks import RankThreads
+from tests.trainer.layouts import Layout, joined
 from tests.trainer.parallel.loads import load
 
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "hsdp": (4, 2)}
@@ -123,26 +121,9 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     plan = json.loads((folder / "plan.json").read_text())
     torch.set_num_threads(1)
-    ports = iter(plan["ports"])
-    found: dict[str, object] = {}
-
-    @contextmanager
-    def world_of(size: int, replicas: int) -> Iterator[World | None]:
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(next(ports)),
-        }
-        if rank >= size:
-            yield None
-            return
-        # the others have layouts of their own before
-        yield start_world(False, 60.0, replicas, start_timeout_s=240.0)
-        torch.distributed.destroy_process_group()
-
+    ports, found = iter(plan["ports"]), {}
     for name, (size, replicas) in LAYOUTS.items():
-        with world_of(size, replicas) as world:
+        with joined(rank, ports, Layout(size, replicas)) as world:
             if not world:
                 continue
             ranks = RankThreads(world, 60.0)

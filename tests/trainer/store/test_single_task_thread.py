@@ -30,10 +30,3 @@ def test_a_result_or_an_error_comes_once():
             time.sleep(0.01)
     background.raise_errors()
     assert not background.busy and background.result("y", 5) is None
-
-
-def test_whose_result_is_not_taken_starts_nothing():
-    background = SingleTaskThread()
-    background.start(int, "7")
-    with pytest.raises(AssertionError, match="work in progress"):
-        background.start(int, "8")
