@@ -145,34 +145,12 @@ def test_offloaded_moments_travel_once_an_optimizer_step_and_the_bits_are_the_sa
     )
 
 
-class HeadNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 4))
-
-
-class StateSpace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.A_log = nn.Parameter(torch.ones(4, 16))
-        self.conv1d = nn.Conv1d(4, 4, 3, groups=4)
-        self.mixing_conv = nn.Conv1d(4, 4, 3)
-        self.q_norm = HeadNorm()
-        self.experts_bias = nn.Parameter(torch.ones(2, 4))
-        self.experts = nn.Parameter(torch.ones(2, 4, 4))
-        self.proj = nn.Linear(4, 4)
-
-
 def decayed(model):
     optimizer = make_optimizer(model, OptimConfig(weight_decay=0.5))
     chosen = {
         id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]
     }
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
-
-
-def test_norms_rates_and_kernels_of_one_channel_are_not_decayed():
-    assert decayed(StateSpace()) == {"mixing_conv.weight", "experts", "proj.weight"}
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -6,7 +6,6 @@ import pytest
 
 from rl.config.orchestrator import (
     MaxRlConfig,
-    NoCreditConfig,
     OrchestratorConfig,
     ReinforcePlusPlusConfig,
     RlooConfig,
@@ -28,7 +27,7 @@ from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import Group, Rollout, rollout_line
-from rl.wire.turns import pack_ids, pack_logprobs
+from rl.wire.turns import pack_ids
 from tests.orchestrator.made import turn
 
 
@@ -54,21 +53,14 @@ def group(group_id, *rewards, env="e", rules=None, **options):
 
 
 def test_judge_names_the_reason():
-    assert (group(0, 1.0, 0.0).why, group(0, 1.0, 0.0).advantages) == (None, [0.5, -0.5])
-    assert group(0, 1.0, 1.0).why == "no_signal"
     assert group(0, 1.0, 0.0, tokens=0).why == "empty"
     assert group(0, 1.0, 0.0, tokens=0, overlong=True).why == "overlong"
     masked = Rules(mask_truncated=True)
-    assert (
-        group(0, 1.0, 0.0, truncated=True).why,
-        group(0, 1.0, 0.0, truncated=True, rules=masked).why,
-    ) == (None, "truncated")
+    assert group(0, 1.0, 0.0, truncated=True).why is None
+    assert group(0, 1.0, 0.0, truncated=True, rules=masked).why == "truncated"
     one_is_whole = group_of(rollout(1.0, truncated=True), rollout(0.0, episode=1))
-    assert credit_group(one_is_whole, masked).why is None and [
-        sample.rollout_id for sample in group_samples(one_is_whole, True)
-    ] == [1]
-    partly = credit_group(group_of(rollout(1.0), rollout(0.0, error="boom")), Rules())
-    assert (partly.why, partly.advantages) == ("error", [0.0, 0.0])
+    assert credit_group(one_is_whole, masked).why is None
+    assert group(1, 1.0, 1.0, tokens=0, rules=Rules(has_teacher=True)).why == "empty"
 
 
 def test_groups_without_signal_fill_their_place_if_they_are_not_replaced():
@@ -422,21 +414,6 @@ def test_a_run_without_signal_ends_with_the_remedy_for_its_cause(groups, said):
     assert history.diagnosis(config).partition("). ")[2].startswith(said)
 
 
-def test_a_teacher_is_a_signal():
-    taught = group(0, 1.0, 1.0, rules=Rules(NoCreditConfig(), has_teacher=True))
-    assert (taught.why, taught.advantages) == (None, [0.0, 0.0])
-    taught.rollouts[0].turns.answers[0].teacher_logprobs = pack_logprobs([-1.5, -0.25])
-    samples = list(group_samples(taught))
-    assert (
-        samples[0].teacher_logprobs.tolist() == [-1.5, -0.25]
-        and samples[1].teacher_logprobs is None
-    )
-    metrics = batch_metrics(1, [taught])
-    assert metrics["teacher_kl/mean"] == metrics["teacher_kl/e/mean"] == (0.5 - 0.75) / 2
-    history = RewardHistory(without_signal=[("e", 1.0)])
-    history.add(taught)
-    assert history.without_signal == []
-    assert group(1, 1.0, 1.0, tokens=0, rules=Rules(has_teacher=True)).why == "empty"
 
 
 def test_only_failures():

@@ -91,12 +91,14 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
 
     answers, policy = [], SimpleNamespace(loaded=1, servers=SimpleNamespace(generate=generate))
     requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
-    asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+
+    def probe():
+        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+        return [sample.token_ids.tolist() for sample in answers.pop().samples]
+
+    assert probe() == [[group, 6] for group in (7, 3, 8, 5)]
     assert asked == [
         ([group], {"max_tokens": 32, "temperature": 1.0, "routes": False}) for group in (7, 3, 8, 5)
-    ]
-    assert [sample.token_ids.tolist() for sample in answers[0].samples] == [
-        [group, 6] for group in (7, 3, 8, 5)
     ]
 
     async def hang(*_):
@@ -104,8 +106,7 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
 
     monkeypatch.setattr(trainer_requests, "PROBE_S", 0.1)
     policy.servers.generate = hang
-    asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
-    assert answers[1].samples == []
+    assert probe() == []
     for refusal in (
         InferenceLostError("no server answered"),
         PromptTooLongError("64 tokens"),
@@ -113,8 +114,7 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
     ):
         # Regression: it ended the orchestrator
         policy.servers.generate = AsyncMock(side_effect=refusal)
-        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
-        assert answers.pop().samples == [] and len(answers) == 2
+        assert probe() == []
     run_dir.batch(1).unlink()
     with pytest.raises(CorruptFileError):
-        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+        probe()

@@ -360,25 +360,6 @@ def test_results_of_the_classic_api(tmp_path, model):
         groups(tmp_path, model, {"example_id": 4, "completion": []})
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        '{"id": "c", "name": "add", "arguments": "{}"}',
-        {"id": "c", "name": "add", "arguments": "{}"},
-    ],
-)
-def test_calls_have_the_form_of_chat_apis(tmp_path, model, call):
-    prompt, answer = CHAT[:1], {"role": "assistant", "content": None, "tool_calls": [call]}
-    row = {
-        "example_id": 0,
-        "prompt": prompt,
-        "completion": [answer],
-        "reward": 1.0,
-        "error": {"error_chain_repr": "x"},
-    }
-    (rollout,) = groups(tmp_path, model, row).groups[0].rollouts
-    made = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    assert rollout.messages == [*prompt, {"role": "assistant", "tool_calls": [made]}]
 
 
 def test_traces_of_the_v1_api(tmp_path, model):

@@ -247,22 +247,6 @@ def test_no_signal_goes_to_a_worker_that_was_reaped(tmp_path, monkeypatch):
     assert strangers == []
 
 
-def test_a_virtual_environment_of_its_own(tmp_path, model):
-    """It sees the package `rl` and its own packages, which here come from a home through a .pth
-    file."""
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    (venv / "of-the-test").touch()
-    lent = next(Path(worker_python()).parents[1].glob("lib/python*/site-packages"))
-    (next(venv.glob("lib/python*/site-packages")) / "lent.pth").write_text(f"{lent}\n")
-
-    async def work(pool):
-        description = await pool.describe("own", "train", 2, 60.0)
-        return await pool.play("own", "train", 3, 1, SAMPLING, 0), description
-
-    (rollout,), description = run(tmp_path, model, work, ("own", {}, str(venv / "bin" / "python")))
-    assert (rollout.error, rollout.reward, rollout.metrics["in_own_venv"]) == (None, 3.0, 1.0)
-    assert len(description.tasks) == 2 and "SingleTurnEnv" in description.about["kind"]
 
 
 def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_interpreter(

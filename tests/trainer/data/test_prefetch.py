@@ -14,7 +14,6 @@ from rl.diagnosis import disk
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
-from rl.run_dir.status import Phase
 from rl.system.errors import RunError
 from rl.trainer.data.batch_sources import FromOrchestrator
 from rl.trainer.data.prefetch import Prefetch
@@ -82,14 +81,12 @@ def test_who_waits_has_the_deadline_and_hears_of_other_failures():
 
 
 class Client:
-    """Notes what is published, once it is let go."""
+    """Notes what is published."""
 
     def __init__(self):
-        self.versions, self.release = [], threading.Event()
+        self.versions = []
 
     def published(self, version, wait):
-        wait.about(Phase.ANNOUNCING_VERSION, version.policy_version)
-        assert self.release.wait(10)
         self.versions.append(version.policy_version)
         return Acknowledged(version.policy_version)
 
@@ -109,37 +106,11 @@ class Empty:
         path.mkdir(parents=True)
 
 
-def publishing(tmp_path, on_wait=nothing, **settings) -> tuple[Client, RunDir, Publisher]:
-    """A publisher that keeps two versions, and its client, which has been let go unless
-    `on_wait` does so."""
+def publishing(tmp_path, **settings) -> tuple[Client, RunDir, Publisher]:
+    """A publisher that keeps two versions, and its client."""
     client, run_dir = Client(), RunDir(tmp_path, tmp_path / "weights")
-    if on_wait is nothing:
-        client.release.set()
     weights = WeightsConfig(**{"keep_last": 2} | settings)
-    return client, run_dir, Publisher(run_dir, weights, client, Wait(60, on_wait))
-
-
-def test_versions_are_written_and_announced_one_after_another(tmp_path):
-    said = []
-
-    def say(*what):  # who waits for version 1 says so
-        said.append(what)
-        client.release.set()
-
-    client, run_dir, publisher = publishing(tmp_path, say)
-    began = time.monotonic()
-    publisher.start(1, Empty(), checkpoints={0})
-    until(lambda: list(numbered(run_dir.weights_dir)) == [1])
-    time.sleep(0.2)
-    assert client.versions == [] and said == [] and publisher.metrics() == {}
-    publisher.start(2, Empty(), checkpoints={1})
-    assert client.versions[:1] == [1] and said[0] == (Phase.ANNOUNCING_VERSION, 1, "")
-    assert 0.2 <= publisher.metrics()["time/publish_latency"] <= time.monotonic() - began
-    for version in (3, 4):
-        publisher.start(version, Empty(), checkpoints={1})
-    publisher.finish()
-    # 1 is the checkpoint's
-    assert client.versions == [1, 2, 3, 4] and list(numbered(run_dir.weights_dir)) == [1, 3, 4]
+    return client, run_dir, Publisher(run_dir, weights, client, Wait(60, nothing))
 
 
 def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_for_that(
@@ -159,11 +130,12 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
     # a disk that is slow for the first holds the second up no longer than for its own writing
     while happened != [1, 2]:
         time.sleep(0.01)
-    with pytest.raises(
-        RunError, match=r"waited 0 s for a version to be written to .*: does that disk answer\?"
-    ):
+    waited = r"waited 0 s for a version to be written to .*: does that disk answer\?"
+    with pytest.raises(RunError, match=waited) as late:
         publisher.deadline_s = 0.2
         publisher.free()
+    # a line in the log in place of a traceback, and another start
+    assert late.value.exit_code == 1
     monkeypatch.undo()
     slow.set()
     publisher.start(3, Empty(), checkpoints={})
@@ -225,6 +197,7 @@ def test_a_version_that_is_not_acknowledged_before_the_trainer_leaves_deletes_no
         publisher.start(version, Empty(), checkpoints={})
     publisher.finish()
     latency = publisher.metrics()
+    assert latency["time/publish_latency"] > 0
     monkeypatch.setattr(client, "published", nothing)
     publisher.start(3, Empty(), checkpoints={})
     publisher.finish()

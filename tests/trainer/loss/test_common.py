@@ -322,12 +322,6 @@ def test_extreme_values_stay_finite(name):
         assert not gradient[masked_tokens(inputs, config, log_ratio(inputs).detach())].any()
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_no_tokens_give_zero(name):
-    terms, gradient = run(inputs_of([], [], [], [0]), EVERY[name])
-    assert terms.loss.sum().item() == 0 and gradient.shape == (0,)
-
-
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(name, exact):
@@ -528,18 +522,10 @@ def test_combinations_that_make_no_sense(kind, settings, key, message):
     assert found == f"trainer.loss.{key}" and message in remedy
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *map(loss_config, ("policy_gradient", "clip", "cispo", "gspo", "dppo")),
-        loss_config("clip", token_mask=[0.5, 5.0]),
-        loss_config("cispo", clip_high=math.inf),
-        loss_config("gspo", sequence_mask=[0.5, 3.0], token_mask=[0.01, 100]),
-        loss_config("custom", function="math:exp"),
-    ],
-)
-def test_combinations_that_make_sense(config):
-    assert not list(check_loss(config))
+def test_masks_that_leave_something_to_clip_make_sense():
+    assert not list(check_loss(loss_config("clip", token_mask=[0.5, 5.0])))
+    assert not list(check_loss(loss_config("gspo", sequence_mask=[0.5, 3.0], token_mask=[0.01, 9])))
+    assert not list(check_loss(loss_config("cispo", clip_high=math.inf)))
 
 
 def test_with_several_steps_masks_are_on_another_ratio():

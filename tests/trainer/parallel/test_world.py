@@ -1,6 +1,5 @@
 """What ranks that cannot work together say."""
 
-import os
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from rl.system.errors import RunError
 from rl.system.linux import address_towards
 from rl.trainer.parallel import rendezvous
-from rl.trainer.parallel.rendezvous import Rendezvous, join_store, network
+from rl.trainer.parallel.rendezvous import Rendezvous, network
 from rl.trainer.parallel.world import check_division, start_world
 from tests.ports import free_ports
 
@@ -102,8 +101,3 @@ def test_a_closed_network_is_said_within_seconds(monkeypatch):
     ):
         Rendezvous(store, 0, 2, deadline).check_neighbour("127.0.0.1")
     thread.join()
-
-
-def test_a_rank_alone_meets_nobody(environment, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert isinstance(join_store(0, 1, 5.0), dist.Store) and "GLOO_SOCKET_IFNAME" not in os.environ

@@ -11,8 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import first_difference
@@ -30,19 +29,6 @@ from tests.trainer.parallel.loads import load
 
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "hsdp": (4, 2)}
 """Ranks and replicas."""
-
-
-def place_experts(model: PreTrainedModel, placements: tuple[Shard, Shard]) -> None:
-    """Divides the experts of a layer over a mesh of its own, over the first dimension, and each
-    over the second."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
-    for name, parameter in list(model.named_parameters()):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            assert isinstance(parameter, DTensor)
-            whole = parameter.detach().full_tensor()
-            module, _, leaf = name.rpartition(".")
-            placed = distribute_tensor(whole, mesh, placements)
-            model.get_submodule(module)._parameters[leaf] = torch.nn.Parameter(placed)
 
 
 def draw_adapters(model: PreTrainedModel) -> None:
@@ -149,15 +135,5 @@ def main() -> None:
                         folder / "llama",
                         RankThreads(world, 60.0),
                         folder / "hosts" / "weights" / "000001",
-                    )
-            if name == "hsdp":
-                for kind, placements in {
-                    "experts 0": (Shard(0), Shard(0)),
-                    "experts 1": (Shard(0), Shard(1)),
-                }.items():
-                    model = load(str(folder / "qwen3_moe"), world)
-                    place_experts(model, placements)
-                    found[kind] = publish(
-                        model, folder / "qwen3_moe", ranks, folder / kind / "weights" / "000001"
                     )
     (folder / f"found-{rank}.json").write_text(json.dumps(found))

@@ -42,7 +42,7 @@ MODELS: dict[str, dict] = {
 the other way round; fused experts; projections that files join, so that no rank has a part of
 the file by itself."""
 DEEPSEEK_V3 = WITH_EXPERTS["deepseek_v3"] | {"n_routed_experts": 8}
-OTHERS = {"qwen3_moe": ("experts 0", "experts 1"), "llama": ("hosts",)}
+OTHERS = {"llama": ("hosts",)}
 """What publishes.py publishes of a family beside its layouts."""
 ADAPTED = {"adapters": {"lora": {"rank": 4}}}
 
