@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import types
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,8 +26,8 @@ from rl.envs.worker import Worker
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
+from tests.envs.openai_server import openai_server
 from tests.envs.stub_policy import StubPolicy, call, order, played, text
-from tests.web import WebServer
 
 NAN = float("nan")
 
@@ -513,44 +513,6 @@ def test_sampling_of_the_environment_fills_what_is_not_configured():
     rollout_of(single(sampling_args=given), policy=policy)
     configured = {"max_tokens": 64, "temperature": 1.0, "stop_token_ids": [3]}
     assert policy.servers.asked[0]["sampling"] == configured | {"stop": ["x"]}
-
-
-@asynccontextmanager
-async def openai_server(answer):
-    """An OpenAI-like server: `answer(body)` is a text, a message, a whole response, or (status,
-    message)."""
-
-    async def handle(request):
-        body = await request.json()
-        said = answer(body)
-        if isinstance(said, tuple):
-            return web.json_response({"error": {"message": said[1]}}, status=said[0])
-        if isinstance(said, web.Response):
-            return said
-        message = said if isinstance(said, dict) else {"content": said}
-        kind = "chat.completion" if "messages" in body else "text_completion"
-        choice = {
-            "index": 0,
-            "finish_reason": "stop",
-            "message": {"role": "assistant"} | message,
-            "text": said,
-        }
-        usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
-        return web.json_response(
-            {
-                "id": "x",
-                "created": 0,
-                "model": body["model"],
-                "object": kind,
-                "choices": [choice],
-                "usage": usage,
-            }
-        )
-
-    async with WebServer(
-        web.post("/v1/chat/completions", handle), web.post("/v1/completions", handle), path="/v1"
-    ) as server:
-        yield server.url
 
 
 def at_endpoint(build, answer, **sampling):

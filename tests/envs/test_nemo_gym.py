@@ -14,7 +14,7 @@ from rl.envs.policy import RolloutError
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
-from rl.wire.turns import answer_digest, unpack_ids
+from rl.wire.turns import answer_digest
 from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
 from tests.web import WebServer
 
@@ -303,15 +303,6 @@ def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
     assert rollout.num_prompt_messages == 1
 
 
-def test_a_rewritten_history_begins_a_new_sample(tmp_path):
-    gym = replying(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6])))
-    turns = play(tmp_path, gym).turns
-    assert [unpack_ids(turns.ids(chain)) for chain in range(len(turns.chains))] == [
-        [1, 2],
-        [1, 7, 5, 6],
-    ]
-
-
 @pytest.mark.parametrize("reward", [math.nan, None, "1", math.inf])
 def test_a_reward_that_is_no_finite_number_fails_the_rollout(tmp_path, reward):
     fails(
@@ -403,6 +394,8 @@ def test_replies_without_tokens(tmp_path):
         replying(says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens"),
     )
     assert (len(later.turns), later.overlong, later.turns[0].finish_reason) == (1, True, "stop")
+    cut = play(tmp_path, replying(FIVE, incomplete="max_output_tokens"))
+    assert (cut.truncated, cut.overlong, cut.turns[0].finish_reason) == (True, False, "length")
     uneven = says(
         "5", prompt_token_ids=[1], generation_token_ids=[2, 3], generation_log_probs=[-0.5]
     )
@@ -412,18 +405,6 @@ def test_replies_without_tokens(tmp_path):
         r"\[1, 2\]",
         tmp_path,
         replying(uneven),
-    )
-
-
-def test_an_answer_that_was_cut_off_is_truncated(tmp_path):
-    rollout = play(
-        tmp_path,
-        replying(FIVE, incomplete="max_output_tokens"),
-    )
-    assert (rollout.truncated, rollout.overlong, rollout.turns[0].finish_reason) == (
-        True,
-        False,
-        "length",
     )
 
 

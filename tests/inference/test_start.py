@@ -9,13 +9,13 @@ from contextlib import nullcontext
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rl.config.command_line import build, parse_args
 from rl.inference import main
 from rl.inference.server import check_experts, engine_config, running_engine
 from rl.run_dir.checksums import Mirror
 from rl.run_dir.paths import RunDir
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.messages import WeightVersion
+from tests.flags import made
 
 space = types.SimpleNamespace
 
@@ -81,11 +81,7 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
     """Before, a second server of a run waited for the first one's lock and ended."""
     monkeypatch.setattr(main, "ROLE_WAIT_S", 0.1)
     monkeypatch.delenv(main.MARKER, raising=False)
-    config = build(
-        parse_args(
-            ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e"]
-        )
-    )
+    config = made("--name r --orchestrator.environment.id e --output_dir", tmp_path)
     config.run_dir.status_dir.mkdir(parents=True)
     config.run_dir.status("inference-gone-1").write_text("{}")  # a server that was killed
     taken = [main.take_role(config) for _ in range(2)]

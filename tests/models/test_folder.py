@@ -59,9 +59,10 @@ def run_on(folder, **model) -> RLConfig:
 
 
 def replace_text(path, text) -> None:
-    """Writes a file in place of a link."""
+    """Writes a file in place of a link, or takes it away."""
     path.unlink(missing_ok=True)
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
 
 
 def test_a_complete_folder_is_itself(model, monkeypatch):
@@ -128,53 +129,6 @@ def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monk
 )
 def test_only_plain_positions_have_a_longest_sequence(config, longest):
     assert longest_sequence(config) == longest
-
-
-@pytest.mark.parametrize(
-    "file, words",
-    [
-        ("config.json", "config.json"),
-        ("tokenizer.json", "a tokenizer"),
-        ("model.safetensors", "weights"),
-    ],
-)
-def test_what_a_folder_lacks_is_named(folder, file, words):
-    (folder / file).unlink()
-    with pytest.raises(RunError, match=f"not a complete Hugging Face model, it lacks {words}"):
-        resolved(folder)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("{}", "not a tokenizer, it has no model and no added_tokens; copy the model again"),
-        ('{"model": {}}', "not a tokenizer, it has no added_tokens; copy"),
-        ("[1]", "expected a JSON object, not list; copy the model again"),
-        ("{", "not readable as JSON .*; copy the model again"),
-    ],
-)
-def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault):
-    replace_text(folder / "tokenizer.json", text)
-    with pytest.raises(RunError, match=f"{folder}/tokenizer.json: {fault}"):
-        resolved(folder)
-
-
-def test_a_delta_version_is_no_model(folder):
-    (folder / "delta.json").touch()
-    with pytest.raises(
-        RunError,
-        match=rf"only what differs from the version before; `rl export RUN@{folder.name} --to DIR` "
-        r"makes it whole",
-    ):
-        resolved(folder)
-
-
-def test_a_missing_shard_is_named(folder):
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})
-    )
-    with pytest.raises(RunError, match=r"it lacks model-00002\.safetensors"):
-        resolved(folder)
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "no such thing"])
@@ -424,6 +378,24 @@ def test_files_beside_the_model_are_not_the_model(folder):
             {"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "x"}]}'},
             "no chat template; set --model",
         ),
+        ({"config.json": None}, "not a complete Hugging Face model, it lacks config.json"),
+        ({"tokenizer.json": None}, "it lacks a tokenizer"),
+        ({"model.safetensors": None}, "it lacks weights"),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"b": "model-00002.safetensors"}}'},
+            r"it lacks model-00002\.safetensors",
+        ),
+        (
+            {"tokenizer.json": "{}"},
+            "tokenizer.json: not a tokenizer, it has no model and no added_tokens; copy the model",
+        ),
+        ({"tokenizer.json": '{"model": {}}'}, "not a tokenizer, it has no added_tokens; copy"),
+        ({"tokenizer.json": "[1]"}, "expected a JSON object, not list; copy the model again"),
+        ({"tokenizer.json": "{"}, "tokenizer.json: not readable as JSON .*; copy the model again"),
+        (
+            {"delta.json": ""},
+            "only what differs from the version before; `rl export RUN@copy --to DIR` makes it wh",
+        ),
     ],
 )
 def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, change, said):
@@ -432,7 +404,7 @@ def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, 
     for name, text in change.items():
         replace_text(folder / name, text)
         if "model" in name:
-            (folder / "model.safetensors").unlink()
+            (folder / "model.safetensors").unlink(missing_ok=True)
     with pytest.raises(RunError, match=said):
         resolved(folder)
 

@@ -47,8 +47,6 @@ def test_a_role_is_imported_without_a_thread(role):
     )
 
 
-
-
 def test_sigterm_ends_an_orchestrator_that_makes_a_home(tmp_path):
     """uv may take half an hour, but `rl` waits for at most 20 s."""
     (tmp_path / "uv").write_text("#!/bin/sh\ntouch $HOME/asked\nexec sleep 60\n")

@@ -385,8 +385,6 @@ def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
     assert not lines or f"`rl show {config.run_dir.root}` shows them" in str(error)
 
 
-
-
 def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(tmp_path, model):
     flags = [
         "--orchestrator.eval.interval 1 --orchestrator.eval.samples 4",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.run_dir.metrics import read_metrics
+from tests.flags import made
 from tests.orchestrator.test_orchestrator import lines, play
 
 PAGE = Path("docs/functions.md").read_text()
@@ -33,7 +33,7 @@ def test_the_functions_of_the_page_in_one_run(folder, model):
         "--model.dtype float32 --orchestrator.eval.interval 2 --orchestrator.eval.num_examples 2 "
         "--max_lag 0 --orchestrator.environment.eval_dataset tasks.jsonl"
     )
-    config = build(parse_args(flags.split())).with_absolute_paths()
+    config = made(*flags.split()).with_absolute_paths()
     play(config, model)
     rollouts = [line for step in (1, 2) for line in lines(config.run_dir.rollouts(step))]
     groups: dict[int, list[dict]] = {}

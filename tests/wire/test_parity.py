@@ -7,7 +7,6 @@ import pytest
 
 from rl.wire.parity import (
     LIMITS,
-    RUN_LIMITS,
     Limit,
     ScoredToken,
     likely_cause,
@@ -54,13 +53,6 @@ def test_limits(difference, limit, within):
             limit
         )
         == within
-    )
-
-
-def test_a_run_in_bfloat16_is_held_to_less():
-    assert (
-        RUN_LIMITS["bfloat16"] == Limit(pytest.approx(6e-3), math.inf)
-        and RUN_LIMITS["float32"] == EXACT
     )
 
 

@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import msgspec
@@ -22,82 +22,42 @@ from rl.wire.messages import (
     Acknowledged,
     GetBatch,
     NotReady,
-    Published,
-    RunEnded,
     TrainBatch,
     WeightVersion,
 )
 from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys
+from tests.trainer.stub_orchestrator import TransportThread
 from tests.waiting import until
 
 
-class Server:
-    """The orchestrator's end in a thread; `answer` makes the replies, None means no reply."""
+class Server(TransportThread):
+    """Notes the requests."""
 
-    def __init__(self, status, answer, token=None):
-        self.status, self.answer, self.token, self.seen = (
-            status,
-            answer,
-            token or run_token(status.parent),
-            [],
-        )
-        self.up = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
-        self.thread.start()
-        assert self.up.wait(30)
+    def __init__(self, status, replies, token):
+        super().__init__(status, token)
+        self.seen, self.replies = [], replies
 
-    async def serve(self):
-        self.server = server = TrainerServer("127.0.0.1", 0, self.token)
-        self.address, self.loop, self.stopping = (
-            server.address,
-            asyncio.get_running_loop(),
-            asyncio.Event(),
-        )
-        write_status(
-            self.status,
-            RoleStatus(
-                address=server.address, heartbeat=time.time(), phase=Phase.FILLING_BATCH, step=1
-            ),
-        )
-        self.up.set()
-
-        async def answer_all():
-            while True:
-                peer, request = await server.receive()
-                self.seen.append(request)
-                reply = self.answer(request)
-                if reply is not None:
-                    await server.reply(peer, reply)
-
-        task = asyncio.create_task(answer_all())
-        await self.stopping.wait()
-        task.cancel()
-        server.close()
-
-    def stop(self):
-        if self.thread.is_alive():
-            self.loop.call_soon_threadsafe(self.stopping.set)
-            self.thread.join()
+    def answer(self, request):
+        self.seen.append(request)
+        return self.replies(request)
 
 
 def connect(socket, server):
     """Connects as a client with the token."""
     socket.curve_publickey, socket.curve_secretkey = curve_keys(server.token, "client")
     socket.curve_serverkey, _ = curve_keys(server.token, "server")
-    socket.connect(server.address.replace("curve://", "tcp://"))
+    socket.connect(server.server.address.replace("curve://", "tcp://"))
 
 
 @pytest.fixture
 def serve(tmp_path):
-    servers = []
+    with ExitStack() as stack:
 
-    def start(answer, token=None):
-        servers.append(Server(tmp_path / "status" / "orchestrator.json", answer, token))
-        return servers[-1]
+        def start(replies, token=None):
+            status = tmp_path / "status" / "orchestrator.json"
+            return stack.enter_context(Server(status, replies, token))
 
-    yield start
-    for server in servers:
-        server.stop()
+        yield start
 
 
 class Client(OrchestratorClient):
@@ -173,18 +133,6 @@ def filling(step):
     return NotReady(RoleStatus(phase=Phase.FILLING_BATCH, step=step))
 
 
-def test_not_ready_then_the_batch(serve, tmp_path):
-    replies = iter(
-        [NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), ready(tmp_path, 5)]
-    )
-    server = serve(lambda _request: next(replies))
-    trainer, waits = client(tmp_path)
-    assert trainer.get_batch(5) == BATCH
-    assert server.seen == [GetBatch(5)] * 3
-    details = ("the orchestrator to come up", "loading environments", "filling batch 5")
-    assert waits == [(Phase.WAITING_FOR_BATCH, 5, detail) for detail in details]
-
-
 @pytest.fixture
 def written(tmp_path):
     """A batch file that the orchestrator sees but the trainer does not."""
@@ -258,34 +206,6 @@ def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
         match=rf"000001\.batch: has {len(BATCH) - 1} bytes, its header says {len(BATCH)}",
     ):
         batch_head(path)
-
-
-def test_published_and_the_end_of_the_run(serve, tmp_path):
-    server = serve(
-        lambda request: (
-            Acknowledged(2, [1]) if isinstance(request, Published) else RunEnded("solved")
-        )
-    )
-    trainer, _ = client(tmp_path)
-    with Wait(10.0, lambda *_: None) as wait:
-        assert trainer.published(WeightVersion(4, "/w/000004"), wait) == Acknowledged(2, [1])
-    assert server.seen == [Published(WeightVersion(4, "/w/000004"))]
-    assert trainer.get_batch(5) == RunEnded("solved")
-
-
-def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.3)
-    first = serve(lambda _request: None)  # receives the request and dies
-    trainer, _ = client(tmp_path)
-    result = []
-    asking = threading.Thread(target=lambda: result.append(trainer.get_batch(1)))
-    asking.start()
-    while not first.seen:
-        time.sleep(0.01)
-    first.stop()
-    second = serve(lambda _request: ready(tmp_path))
-    asking.join(60)
-    assert second.address != first.address and result == [BATCH]
 
 
 def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
@@ -407,7 +327,7 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
         assert trainer.get_batch(1) == BATCH
         socket.send(b"more")
         until(lambda: server.server.rejected.count > len(garbage))
-    server.stop()
+    server.__exit__()
     assert server.server.rejected.count == len(garbage) + 1 and server.seen == [GetBatch(1)]
     # the next is due in a minute
     (told,) = [
@@ -472,7 +392,7 @@ TOKEN = "a-token-of-the-test-0123456789"
 def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     monkeypatch.delenv("RL_TOKEN", raising=False)
     server = serve(lambda _request: ready(tmp_path), TOKEN)
-    assert server.address.startswith("curve://127.0.0.1:")
+    assert server.server.address.startswith("curve://127.0.0.1:")
     trainer, waits = client(tmp_path, enough=said("RL_TOKEN"))
     with pytest.raises(
         RunError,
@@ -500,7 +420,7 @@ def test_the_servers_key_alone_opens_nothing(serve, tmp_path):
     """Clients that know the address and the server's public key, but not the token: with another
     key, or without one."""
     server = serve(lambda _request: ready(tmp_path), TOKEN)
-    address = server.address.replace("curve://", "tcp://")
+    address = server.server.address.replace("curve://", "tcp://")
     with zmq.Context() as context:
         for keys in (zmq.curve_keypair(), None):
             with context.socket(zmq.DEALER) as socket:
@@ -524,7 +444,7 @@ def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
         time.sleep(0.3)
     trainer, _ = client(tmp_path)
     assert trainer.get_batch(1) == BATCH
-    server.stop()
+    server.__exit__()
     assert server.server.rejected.count == 0
 
 

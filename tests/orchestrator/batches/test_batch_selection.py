@@ -414,8 +414,6 @@ def test_a_run_without_signal_ends_with_the_remedy_for_its_cause(groups, said):
     assert history.diagnosis(config).partition("). ")[2].startswith(said)
 
 
-
-
 def test_only_failures():
     failed, good = group(0, 1.0, 0.0, error="boom"), group(1, 1.0, 0.0)
     assert (

@@ -108,6 +108,11 @@ def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten(
         assert size < 12 * distinct
 
 
+def answered(chain, first, logprobs, *more):
+    """Turns of one answer, in a chain of two tokens."""
+    return {"chains": [[b"abcd" * 2]], "answers": [[chain, first, logprobs, *more]]}
+
+
 @pytest.mark.parametrize(
     ("turns", "what"),
     [
@@ -115,27 +120,27 @@ def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten(
         ({"chains": [[b"", 0, 0]]}, "does not continue an earlier one"),
         ({"chains": [[b"abcd"], [b"", 0, 2]]}, "more tokens than its base has"),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[1, 1, b"1234", [[0, 1]], "stop"]]},
+            answered(1, 1, b"1234", [[0, 1]], "stop"),
             "is not in a chain",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234567", [[0, 1]], "stop"]]},
+            answered(0, 1, b"1234567", [[0, 1]], "stop"),
             "an answer is cut short",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 2, b"1234", [[0, 1]], "stop"]]},
+            answered(0, 2, b"1234", [[0, 1]], "stop"),
             "outside of its chain",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 0, b"1234", [[0, 1]], "stop"]]},
+            answered(0, 0, b"1234", [[0, 1]], "stop"),
             "has no prompt",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234", [[0, 2]], "stop"]]},
+            answered(0, 1, b"1234", [[0, 2]], "stop"),
             "differ in number",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234", [[0, 1]], "stop", b""]]},
+            answered(0, 1, b"1234", [[0, 1]], "stop", b""),
             "teacher logprobs differ in number",
         ),
     ],

@@ -72,8 +72,6 @@ def test_numbers_of_an_evaluation():
     assert metrics == pytest.approx(expected)
 
 
-
-
 def test_a_failed_rollout_is_a_reward_of_zero_and_is_counted():
     failed = Rollout(reward=1.0, episode=1, error="boom", cause="environment", metrics={"m": 9.0})
     results = [

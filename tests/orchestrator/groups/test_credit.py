@@ -55,8 +55,6 @@ def test_the_rounding_of_sums_is_no_signal(kind, rewards):
     assert group_advantages(rewards, kind) == [0.0] * len(rewards)
 
 
-
-
 def test_float64_numpy_agrees():
     for rewards in random_groups():
         r = np.array(rewards)

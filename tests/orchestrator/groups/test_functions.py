@@ -9,7 +9,6 @@ import re
 import pytest
 
 from rl.config.base import FunctionConfig
-from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import CustomCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.batches.batch_metrics import batch_metrics
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
@@ -19,6 +18,7 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group, rules_of
 from rl.system.errors import GIVE_UP, RunError
 from rl.system.functions import UserFunction
 from rl.wire.rollouts import Group, rollout_lines
+from tests.flags import made
 from tests.orchestrator.batches.test_batch_selection import rollout
 from tests.orchestrator.test_loop_lag import HELD_S, builder, least_hold, long_group
 
@@ -167,7 +167,7 @@ def metrics_of(file, answer):
         "--orchestrator.metrics.function",
         f"{file}:shape",
     ]
-    settings = build(parse_args(flags)).orchestrator
+    settings = made(*flags).orchestrator
     settings.metrics.args["answer"] = answer
     return metrics_function(settings)
 
@@ -254,7 +254,7 @@ def test_they_are_loaded_by_the_keys_that_name_them(file, tmp_path):
         "--orchestrator.filter.function",
         f"{file}:answers",
     ]
-    config = build(parse_args(flags))
+    config = made(*flags)
     with pytest.raises(
         RunError,
         match=r"^orchestrator\.environment\.1\.credit\.function .*broken\.py:2\); correct it",

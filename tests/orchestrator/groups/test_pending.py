@@ -28,8 +28,6 @@ def make(path, ids):
     return log
 
 
-
-
 def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, monkeypatch):
     path = tmp_path / "pending.log"
     make(path, [1])

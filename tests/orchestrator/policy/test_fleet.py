@@ -155,8 +155,6 @@ async def test_a_server_that_is_late_once_keeps_what_it_has_and_loses_it_when_it
     assert (await asked).completion_ids == [3] and other.sessions == [2, 3]
 
 
-
-
 @in_world
 async def test_an_evaluation_is_answered_by_servers_of_its_version_alone(world):
     exact, newer = (

@@ -164,8 +164,6 @@ def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch
     assert list(policy.versions) == [0, 4, 1000]
 
 
-
-
 def test_what_inference_refuses(world, monkeypatch):
     monkeypatch.setattr("rl.orchestrator.policy.served_policy.RETRY_S", 0.0)
     servers = Servers(3)

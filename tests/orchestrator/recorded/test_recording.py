@@ -360,8 +360,6 @@ def test_results_of_the_classic_api(tmp_path, model):
         groups(tmp_path, model, {"example_id": 4, "completion": []})
 
 
-
-
 def test_traces_of_the_v1_api(tmp_path, model):
     rewards = {"right": {"score": 1.0, "weight": 0.5}, "short": {"score": 0.25}, "judge": None}
     trace = {

@@ -247,8 +247,6 @@ def test_no_signal_goes_to_a_worker_that_was_reaped(tmp_path, monkeypatch):
     assert strangers == []
 
 
-
-
 def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_interpreter(
     tmp_path, monkeypatch
 ):

@@ -9,19 +9,17 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.loss import LossConfig
 from rl.config.run import RLConfig
-from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.data.minibatches import cut, minibatch_weights
 from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import make_optimizer
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.layouts import gradients_of, weights_of
+from tests.trainer.policies import learner
 from tests.trainer.samples import assert_equal, make_batch, make_sample, plain_scores
 
 LR = 1e-2
@@ -39,22 +37,12 @@ def part_of(batch, places, step=1) -> TrainBatch:
     return TrainBatch(step=step, samples=[batch.samples[place] for place in places])
 
 
-def learner_of(folder, world, loss=None, parity=None, **settings) -> tuple[TrainContext, RLConfig]:
-    config = RLConfig.model_validate(
-        {
-            "model": {"name": str(folder), "dtype": "float32"},
-            "orchestrator": {"environment": [{"id": "test"}]},
-            "seed": 5,
-        }
-    )
-    optim = {"max_grad_norm": 1e9}  # what is compared are gradients, not clipped ones
-    config.trainer = TrainerConfig.model_validate(
-        {"optim": optim, "loss": loss or {}, "micro_batch_tokens": 200} | settings
-    )
-    model = load_policy(str(folder), config.model, config.trainer, world)
-    return TrainContext(
-        model, make_optimizer(model, config.trainer.optim), config.trainer, world, parity=parity
-    ), config
+def learner_of(folder, world, parity=None, **settings) -> tuple[TrainContext, RLConfig]:
+    # what is compared are gradients, not clipped ones
+    settings = {"optim": {"max_grad_norm": 1e9}, "micro_batch_tokens": 200} | settings
+    model, optimizer, config = learner(folder, world, **settings)
+    config.seed = 5
+    return TrainContext(model, optimizer, config.trainer, world, parity=parity), config
 
 
 def train(context, config, batch) -> dict[str, float]:
@@ -171,7 +159,7 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
     before that step, and the first ones."""
     settings, loss = LOSSES[name]
     batch = the_batch()
-    context, config = learner_of(tied_folder, world, settings, minibatches=2, epochs=2)
+    context, config = learner_of(tied_folder, world, loss=settings, minibatches=2, epochs=2)
     reference = AutoModelForCausalLM.from_pretrained(
         tied_folder, dtype=torch.float64, attn_implementation="eager"
     )
@@ -208,7 +196,7 @@ def test_parity_is_judged_on_what_the_version_itself_would_score(tied_folder, wo
 
     def learner(strict):
         parity = ParityWatch(LIMITS["float32"], strict, client=None)
-        return learner_of(tied_folder, world, {"type": "clip"}, parity, minibatches=3)
+        return learner_of(tied_folder, world, parity, loss={"type": "clip"}, minibatches=3)
 
     context, config = learner(strict=False)
     first = part_of(batch, cut(batch, 3, config.seed)[0])

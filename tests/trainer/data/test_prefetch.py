@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.config.trainer import WeightsConfig
 from rl.diagnosis import disk
 from rl.run_dir.files import CorruptFileError
@@ -21,6 +20,7 @@ from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.single_task_thread import SingleTaskThread
 from rl.wire.messages import Acknowledged
 from rl.wire.transport import Wait
+from tests.flags import made
 from tests.trainer.samples import make_batch
 from tests.waiting import until
 
@@ -164,7 +164,7 @@ def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
     slow.set()
     publisher.finish()
     flags = f"--orchestrator.environment.id e --output_dir {tmp_path} --trainer.weights.keep_last 2"
-    (need,) = disk.needs(build(parse_args(flags.split())), tied_folder)
+    (need,) = disk.needs(made(flags), tied_folder)
     assert "6 policy versions" in need.files
 
 

@@ -14,7 +14,7 @@ from rl.system.errors import RunError
 from rl.trainer.data.fake import full_batch
 from rl.trainer.measure.memory import GIB, explain_out_of_memory, free_bytes, keep_to_share
 from rl.trainer.model.head import score
-from rl.trainer.model.policy import load_policy
+from tests.trainer.policies import learner
 from tests.trainer.samples import pack_alone
 
 
@@ -81,10 +81,7 @@ def test_memory_of_tensors_that_are_gone_is_free_on_a_cpu():
 
 
 def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder, world):
-    config = RLConfig.model_validate(
-        {"model": {"dtype": "float32"}, "trainer": {"micro_batch_tokens": 128}}
-    )
-    model = load_policy(str(tied_folder), config.model, config.trainer, world)
+    model, _, _ = learner(tied_folder, world, micro_batch_tokens=128)
     rows = pack_alone(full_batch(1, 128, 65, 259), max_tokens=128).micro_batches
     assert score(model, rows[0], world).logprobs.shape == (128,)
     with pytest.raises(RunError) as error, explain_out_of_memory(model, rows, world):

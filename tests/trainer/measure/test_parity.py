@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.measure.parity import ParityWatch, compare
-from rl.trainer.model.policy import load_policy
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS, parity_of
 from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED, STATES
+from tests.trainer.policies import learner
 from tests.trainer.samples import make_sample, pack_alone
 from tests.wire.samples import changed, with_version
 from tests.zygote import inference_zygote
@@ -47,12 +45,9 @@ def sampled(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_equals_vllm(sampled, world, family, dtype):
     folder = sampled[dtype, family]
-    settings = TrainerConfig(micro_batch_tokens=64)  # short samples apart from long ones
-    config = RLConfig(
-        model=ModelConfig(name=str(folder), dtype=dtype, max_model_len=512), trainer=settings
-    )
+    # short samples apart from long ones
+    model, _, config = learner(folder, world, dtype, {"max_model_len": 512}, micro_batch_tokens=64)
     batch = decode_batch((Path(folder) / "parity.batch").read_bytes(), family).batch
-    model = load_policy(str(folder), config.model, config.trainer, world)
     tokens = compare(model, config, batch, world)
     for temperature in (1.0, 0.7):
         found = parity_of([difference for _, t, difference in tokens if t == temperature])
@@ -87,10 +82,7 @@ def probe_samples(model, config, world, error):
 
 
 def watch_of(error, tied_folder, world, strict):
-    config = RLConfig(
-        model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig()
-    )
-    model = load_policy(str(tied_folder), config.model, config.trainer, world)
+    model, _, config = learner(tied_folder, world)
     watch = ParityWatch(
         LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error))
     )

@@ -17,20 +17,20 @@ from transformers import (
 )
 
 from rl.config.command_line import load_config_or_exit
-from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
+from rl.config.run import RLConfig
+from rl.config.trainer import LoraConfig
 from rl.models.tiny import make_tiny_model
 from rl.records.run import Run
 from rl.system.errors import RunError
 from rl.trainer.export import Origin, load
 from rl.trainer.model import lora
-from rl.trainer.model.policy import DTYPES, load_policy
-from rl.trainer.optim import make_optimizer
+from rl.trainer.model.policy import DTYPES
 from rl.trainer.store import versions
 from tests.families import CONFIGS, SIZES
 from tests.flags import flags, made
 from tests.trainer.layouts import weights_of, whole
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
+from tests.trainer.policies import learner
 from tests.trainer.samples import assert_equal, save_checkpoint, toy_step, write_config
 
 RANK = 4
@@ -43,11 +43,8 @@ x 128."""
 
 def adapted(folder, world, dtype="float32", **settings):
     torch.manual_seed(0)
-    settings = TrainerConfig(
-        lora=LoraConfig(rank=RANK, **settings), optim=OptimConfig(lr=1e-2), attention="eager"
-    )
-    model = load_policy(str(folder), ModelConfig(dtype=dtype), settings, world)
-    return model, make_optimizer(model, settings.optim)
+    more = {"optim": {"lr": 1e-2}, "attention": "eager"}
+    return learner(folder, world, dtype, lora={"rank": RANK} | settings, **more)[:2]
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rl.config.loss import PolicyGradientConfig
-from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RESTART, RunError
@@ -19,7 +18,6 @@ from rl.trainer.measure.performance import Timer
 from rl.trainer.model import head
 from rl.trainer.model.head import score
 from rl.trainer.model.modes import layer_windows
-from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
@@ -27,6 +25,7 @@ from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS, SIZES
 from tests.trainer.device import DEVICE, on_cpu
 from tests.trainer.layouts import weights_of
+from tests.trainer.policies import learner
 from tests.trainer.samples import (
     assert_equal,
     branching_batch,
@@ -41,7 +40,7 @@ ENTROPY = 0.1
 
 
 def policy(folder, world, dtype="float32", **settings):
-    return load_policy(str(folder), ModelConfig(dtype=dtype), TrainerConfig(**settings), world)
+    return learner(folder, world, dtype, **settings)[0]
 
 
 def rows_of(batch, max_tokens=4096):

@@ -7,25 +7,20 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import TrainerConfig
+from rl.config.run import ModelConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.head import score
-from rl.trainer.model.policy import load_policy
 from rl.trainer.model.reference import load_reference, reference_logprobs
-from rl.trainer.optim import make_optimizer
 from rl.trainer.train import TrainContext, train_step
+from tests.trainer.policies import learner
 from tests.trainer.samples import make_batch, pack_alone
 
 
-def make_config(dtype="float32", lora=False, **loss):
-    trainer = {"loss": loss, "lora": lora}
-    return RLConfig.model_validate(
-        {"model": {"dtype": dtype, "max_model_len": 512}, "trainer": trainer}
-    )
+def learner_of(folder, world, dtype="float32", lora=False, **loss):
+    return learner(folder, world, dtype, {"max_model_len": 512}, lora=lora, loss=loss)
 
 
 def packed_batch():
@@ -36,11 +31,10 @@ def packed_batch():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
-    config = make_config(dtype, lora, kl_coefficient=1.0)
-    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    policy, optimizer, config = learner_of(tied_folder, world, dtype, lora, kl_coefficient=1.0)
     reference = load_reference(config, str(tied_folder), policy, world)
     assert (reference is policy) == lora
-    packed, optimizer = packed_batch(), make_optimizer(policy, config.trainer.optim)
+    packed = packed_batch()
     (batch,) = packed.micro_batches
     first = reference_logprobs(reference, batch, world)
     assert not first.requires_grad and torch.equal(first, score(policy, batch, world).logprobs)
@@ -56,8 +50,7 @@ def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
 
 
 def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder, world):
-    config = make_config("bfloat16", kl_coefficient=0.1)
-    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    policy, _, config = learner_of(tied_folder, world, "bfloat16", kl_coefficient=0.1)
     reference = load_reference(config, str(tied_folder), policy, world)
     reference_logprobs(reference, packed_batch().micro_batches[0], world)
     parameters = list(reference.parameters())
@@ -81,11 +74,12 @@ def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, t
     (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
     with pytest.raises(RunError, match="has no chat template"):
         resolve_model(ModelConfig(name=str(other)))
-    config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
-    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    policy, _, config = learner_of(
+        tied_folder, world, lora=True, kl_coefficient=0.1, kl_reference=str(other)
+    )
     reference = load_reference(config, str(tied_folder), policy, world)
     (batch,) = packed_batch().micro_batches
-    alone = load_policy(str(other), config.model, TrainerConfig(), world)
+    alone, _, _ = learner_of(other, world)
     assert torch.equal(
         reference_logprobs(reference, batch, world), score(alone, batch, world).logprobs
     )
@@ -95,19 +89,16 @@ def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, t
 
 
 def test_what_cannot_be_a_reference(tied_folder, world):
-    policy = load_policy(str(tied_folder), make_config().model, TrainerConfig(), world)
+    policy, _, config = learner_of(tied_folder, world, kl_coefficient=0.1)
+    config.trainer.loss.kl_reference = "/nowhere"
     with pytest.raises(
         RunError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"
     ):
-        load_reference(
-            make_config(kl_coefficient=0.1, kl_reference="/nowhere"),
-            str(tied_folder),
-            policy,
-            world,
-        )
+        load_reference(config, str(tied_folder), policy, world)
+    config.trainer.loss.kl_reference = None
     policy.config.vocab_size += 1
     with pytest.raises(
         RunError,
         match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids",
     ):
-        load_reference(make_config(kl_coefficient=0.1), str(tied_folder), policy, world)
+        load_reference(config, str(tied_folder), policy, world)

@@ -4,14 +4,12 @@ what inference has."""
 import pytest
 import torch
 
-from rl.config.run import ModelConfig
-from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RunError
 from rl.trainer.model.head import score
-from rl.trainer.model.policy import load_policy
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS
+from tests.trainer.policies import learner
 from tests.trainer.samples import make_sample, pack_alone
 
 
@@ -31,12 +29,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(world, tmp_path):
     )
     by_length = {}
     for max_model_len in (64, 512):
-        model = load_policy(
-            str(folder),
-            ModelConfig(dtype="float32", max_model_len=max_model_len),
-            TrainerConfig(),
-            world,
-        )
+        model, _, _ = learner(folder, world, model={"max_model_len": max_model_len})
         alone = by_length[max_model_len] = scored(model, world, short)
         assert torch.allclose(scored(model, world, short, long), alone, atol=2e-5)
     assert (by_length[64] - by_length[512]).abs().max() > 0.1, (
@@ -49,23 +42,20 @@ def test_frequencies_are_those_of_inference(world, tmp_path):
     NTK's base at the length of its table."""
     phi3 = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
     for max_model_len, factors in ((64, (1.0, 1.0625)), (65, (2.0, 3.0))):
-        rope = load_policy(
-            str(phi3), ModelConfig(max_model_len=max_model_len), TrainerConfig(), world
-        ).model.rotary_emb
+        model, _, _ = learner(phi3, world, model={"max_model_len": max_model_len})
+        rope = model.model.rotary_emb
         assert rope.inv_freq[:2].tolist() == pytest.approx(
             [1 / factors[0], 1 / (factors[1] * 1e4 ** (2 / 32))]
         )
         assert rope.attention_scaling == pytest.approx(1.2909944)  # sqrt(1 + log 16 / log 64)
     dynamic = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
-    rope = load_policy(
-        str(dynamic), ModelConfig(max_model_len=1024), TrainerConfig(), world
-    ).model.rotary_emb
+    model, _, _ = learner(dynamic, world, model={"max_model_len": 1024})
     base = 1e4 * (4 * 1024 / 128 - 3) ** (32 / 30)
-    assert rope.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
+    assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
 
 
 def test_lengths_without_frequencies_are_refused(world, tmp_path):
     """vLLM reads beyond the end of its table there: nan."""
     folder = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
     with pytest.raises(RunError, match=r"set model\.max_model_len to at most 1024"):
-        load_policy(str(folder), ModelConfig(max_model_len=1025), TrainerConfig(), world)
+        learner(folder, world, model={"max_model_len": 1025})

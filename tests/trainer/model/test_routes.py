@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from rl.config.command_line import build, parse_args
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.data.micro_batch import fill_blocks
@@ -18,6 +17,7 @@ from rl.trainer.model.routes import Routers
 from rl.trainer.parallel.experts import experts_of
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS
+from tests.flags import made
 from tests.trainer.layouts import give_routes, gradients_of
 from tests.trainer.parallel.loads import load
 from tests.trainer.parallel.test_experts import GEMMA4, MODELS
@@ -285,7 +285,7 @@ def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, con
 def test_settings_without_effect_are_refused(settings, said):
     flags = f"--trainer.router_replay engine --orchestrator.environment.id e {settings}"
     with pytest.raises(ConfigError, match=said):
-        build(parse_args(flags.split()))
+        made(flags)
 
 
 @pytest.mark.parametrize("given", ["engine", "trainer"])

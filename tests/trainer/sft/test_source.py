@@ -13,8 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl.config.loss import CrossEntropyConfig
-from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import TrainerConfig
+from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import read_metrics
@@ -23,11 +22,11 @@ from rl.system.errors import RunError
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
 from rl.trainer.model.head import score
-from rl.trainer.model.policy import load_policy
 from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import Trainer, loss_inputs
 from tests import jsonl
+from tests.trainer.policies import learner
 from tests.trainer.samples import (
     assert_alike,
     assert_same_files,
@@ -224,7 +223,7 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(
     batch = source_of(tmp_path, tied_folder).receive(1)
     expected, gradients = plain_loss(tied_folder, batch.samples)
     config = CrossEntropyConfig()
-    model = load_policy(str(tied_folder), ModelConfig(dtype="float32"), TrainerConfig(), world)
+    model, _, _ = learner(tied_folder, world)
     rows = pack_alone(
         batch, sample_weights(batch.samples, config, 1), micro_batch_tokens
     ).micro_batches

@@ -12,20 +12,19 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from rl.config.run import ModelConfig
-from rl.config.trainer import OptimConfig, TrainerConfig
+from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir import checksums, files
 from rl.run_dir.checksums import checksum, newest_sound_checkpoint, read_manifest, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
-from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import local, make_optimizer
+from rl.trainer.optim import local
 from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
 from rl.trainer.store.saver import Saver
 from tests.families import CONFIGS
+from tests.trainer.policies import learner
 from tests.trainer.samples import assert_equal, save_checkpoint, toy_step
 
 
@@ -35,10 +34,7 @@ def trained(tied_folder, world):
 
 
 def fresh(folder, world):
-    model = load_policy(
-        str(folder), ModelConfig(dtype="float32"), TrainerConfig(attention="eager"), world
-    )
-    return model, make_optimizer(model, OptimConfig(lr=0.1))
+    return learner(folder, world, attention="eager", optim={"lr": 0.1})[:2]
 
 
 def state(model, optimizer):
