@@ -23,11 +23,11 @@ from rl.envs.classic.environment import ClassicEnvironment, error_text
 from rl.envs.environment import check_prompts
 from rl.envs.load import load
 from rl.envs.worker import Worker
-from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
 from tests.envs.openai_server import openai_server
 from tests.envs.stub_policy import StubPolicy, call, order, played, text
+from tests.raised import run_error
 
 NAN = float("nan")
 
@@ -602,7 +602,7 @@ def test_set_kwargs():
     )
     assert len(rollout_of(build, set_kwargs={"max_total_completion_tokens": 3}).turns) == 2
     for name, hint in (("max_turn", "did you mean max_turns"), ("zzz", "there are")):
-        with pytest.raises(RunError, match=f"SingleTurnEnv has no such attribute; {hint}"):
+        with run_error(f"SingleTurnEnv has no such attribute; {hint}"):
             made(single(), set_kwargs={name: 1})
 
 
@@ -619,7 +619,7 @@ def test_data_sets_may_be_lazy_or_missing():
         raise ConnectionError("no network")
 
     place = r"its data set raised ConnectionError: no network \(at .*test_classic.py:\d+\); check"
-    with pytest.raises(RunError, match=place):
+    with run_error(place):
         made(single(dataset=offline))
 
 
@@ -669,9 +669,9 @@ def test_faults_at_load_name_place_and_remedy():
         ),
         (lambda: 3, {}, "returned a int, not a vf.Environment"),
     ):
-        with pytest.raises(RunError, match=said):
+        with run_error(said):
             made(load_environment, args=args)
-    with pytest.raises(RunError, match=r"environment not-there is not installed"):
+    with run_error(r"environment not-there is not installed"):
         load(EnvSpec(name="x", id="not-there"), StubPolicy(str))
     made(lambda: single())
     assert signal.getsignal(signal.SIGTERM) is handler
@@ -737,8 +737,5 @@ def test_a_version_without_what_the_adapter_needs_is_refused(monkeypatch):
     """Regression: the first task of a group of environments failed, or the end of the worker."""
     monkeypatch.delitem(sys.modules, "rl.envs.classic.environment")
     monkeypatch.delattr(vf.EnvGroup, "_route_child_input")
-    with pytest.raises(
-        RunError,
-        match=r"is classic, which needs verifiers>=.*has no attribute '_route_child_input'",
-    ):
+    with run_error(r"is classic, which needs verifiers>=.*has no attribute '_route_child_input'"):
         load(EnvSpec(name="x", id="sum-classic", kind="classic"), StubPolicy())

@@ -11,11 +11,11 @@ from aiohttp import web
 from rl.envs.nemo_gym import wire
 from rl.envs.nemo_gym.environment import NemoGymEnvironment
 from rl.envs.policy import RolloutError
-from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import answer_digest
 from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
+from tests.raised import run_error
 from tests.web import WebServer
 
 POLICY_URL = "http://127.0.0.1:8321/v1"
@@ -254,11 +254,9 @@ def test_a_row_goes_to_the_agent_that_it_names_with_our_sampling(tmp_path):
 
 def test_a_row_without_agent_goes_to_the_only_one(tmp_path):
     assert play(tmp_path, NemoGym(agents=("adder",)), agents=(None,)).reward == 1.0
-    with pytest.raises(
-        RunError, match=r"agents are adder, speller; .*ng_prepare_data \+mode=example_validation"
-    ):
+    with run_error(r"agents are adder, speller; .*ng_prepare_data \+mode=example_validation"):
         play(tmp_path, NemoGym(), agents=(None,))
-    with pytest.raises(RunError, match=r"rows are for agent painter; .* has adder, speller"):
+    with run_error(r"rows are for agent painter; .* has adder, speller"):
         play(tmp_path, NemoGym(), agents=("painter",))
 
 
@@ -358,15 +356,11 @@ def test_load_names_what_is_missing(tmp_path):
         await env.start()
 
     nobody = SimpleNamespace(port=9)
-    with pytest.raises(
-        RunError, match=r"no NeMo Gym head server at http://127.0.0.1:9 .*scripts/nemo_gym.py start"
-    ):
+    with run_error(r"no NeMo Gym head server at http://127.0.0.1:9 .*scripts/nemo_gym.py start"):
         asyncio.run(start(make(tmp_path, nobody)))
-    with pytest.raises(
-        RunError, match=r"agent adder returns no token ids; .*vllm_model_for_training.yaml"
-    ):
+    with run_error(r"agent adder returns no token ids; .*vllm_model_for_training.yaml"):
         play(tmp_path, NemoGym(returns_tokens=False))
-    with pytest.raises(RunError, match=r"args.temperature is set by the sampling settings"):
+    with run_error(r"args.temperature is set by the sampling settings"):
         make(tmp_path, nobody, args={"temperature": 0.5})
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
     for dataset, said in (
@@ -374,7 +368,7 @@ def test_load_names_what_is_missing(tmp_path):
         ("none.jsonl", "no file none.jsonl"),
         (str(tmp_path / "bad.jsonl"), r"bad.jsonl:1 is not"),
     ):
-        with pytest.raises(RunError, match=said):
+        with run_error(said):
             NemoGymEnvironment(
                 EnvSpec(name="gym", dataset=dataset, head_server="http://127.0.0.1:9"), policy()
             )

@@ -9,10 +9,10 @@ from huggingface_hub import constants
 
 from rl.envs.load import load
 from rl.models.tables import load_table
-from rl.system.errors import RunError
 from rl.system.functions import load_function
 from rl.wire.worker_messages import EnvSpec
 from tests.envs.stub_policy import StubPolicy, played
+from tests.raised import run_error
 
 REWARDS = """
 from beside import half
@@ -202,7 +202,7 @@ def called(name, arguments):
 )
 def test_faults_of_rows_name_the_line(folder, rows, text):
     write(folder / "bad.jsonl", rows)
-    with pytest.raises(RunError, match=text):
+    with run_error(text):
         made(dataset="bad.jsonl")
 
 
@@ -222,7 +222,7 @@ def test_faults_of_rows_name_the_line(folder, rows, text):
 )
 def test_faults_of_functions_name_the_place(folder, reward, text):
     (folder / "broken.py").write_text("a = 0\nb = 1 / a\nf = print\n")
-    with pytest.raises(RunError, match=text):
+    with run_error(text):
         made(reward)
 
 
@@ -241,7 +241,7 @@ def test_faults_of_functions_name_the_place(folder, reward, text):
     ],
 )
 def test_faults_of_the_settings(folder, spec, text):
-    with pytest.raises(RunError, match=text):
+    with run_error(text):
         made(**spec)
 
 
@@ -263,22 +263,17 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
         asked == [("owner/name", "train"), ("owner/name", "test[:10]")]
         and played(env)[0].reward == 0.5
     )
-    with pytest.raises(
-        RunError, match=r"owner/name:none raised ValueError: Unknown split .*check name and split"
-    ):
+    with run_error(r"owner/name:none raised ValueError: Unknown split .*check name and split"):
         made(dataset="owner/name:none")
-    with pytest.raises(
-        RunError, match="owner/name:odd row 0: no prompt or question, only text, answer"
-    ):
+    with run_error("owner/name:odd row 0: no prompt or question, only text, answer"):
         made(dataset="owner/name:odd")
 
 
 def test_a_hub_out_of_reach_is_told(folder, monkeypatch):
     """tests/models/test_hub.py has the silent one."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        RunError,
-        match=r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file",
+    with run_error(
+        r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file"
     ):
         made(dataset="nobody/nothing")
 
@@ -383,10 +378,9 @@ def test_reward_functions_of_trl_score_lists(seen):
 
 @pytest.mark.parametrize("reward", ["shadowed", "anything"])
 def test_a_column_that_a_function_cannot_be_given_is_refused_by_name(seen, reward):
-    with pytest.raises(
-        RunError,
-        match=r"given\.jsonl:2: reward functions get verifiers' own `state`; give that column "
-        r"another name",
+    with run_error(
+        r"given\.jsonl:2: reward functions get verifiers' own `state`; give that column "
+        r"another name"
     ):
         seen([ROW, ROW | {"state": "Ohio"}], reward)
     seen([ROW], reward)

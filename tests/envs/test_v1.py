@@ -20,6 +20,7 @@ from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
 from tests.envs.openai_server import openai_server
 from tests.envs.stub_policy import StubPolicy, call, order, text
+from tests.raised import run_error
 
 ENVIRONMENTS = str(Path("tests/environments").absolute())
 
@@ -403,20 +404,18 @@ def test_faulty_arguments_are_refused_with_what_is_right(env_id, args, text):
 
 
 def test_set_kwargs_are_for_classic_environments():
-    with pytest.raises(RunError, match="set_kwargs"):
+    with run_error("set_kwargs"):
         load("v1-echo", set_kwargs={"max_turns": 3})
 
 
 def test_kinds_are_detected():
     for env_id in ("v1-echo", "someone/v1-duel", "user-sim", "textarena", "v1-both"):
         assert is_v1(env_id), env_id
-    with pytest.raises(
-        RunError, match=r"raised KeyError: 'SOME_KEY' \(at .*raises_on_import.py:3\)"
-    ):
+    with run_error(r"raised KeyError: 'SOME_KEY' \(at .*raises_on_import.py:3\)"):
         is_v1("raises-on-import")
-    with pytest.raises(RunError, match="has no function load_environment"):
+    with run_error("has no function load_environment"):
         is_v1("no-environment")
-    with pytest.raises(RunError, match="is not installed"):
+    with run_error("is not installed"):
         is_v1("not-there")
 
 
@@ -515,9 +514,7 @@ def test_a_version_that_makes_its_clients_elsewhere_is_refused(monkeypatch):
     for module in ("client", "environment"):
         monkeypatch.delitem(sys.modules, f"rl.envs.v1.{module}")
     monkeypatch.delattr("verifiers.v1.interception.server.resolve_client")
-    with pytest.raises(
-        RunError, match=r"which needs verifiers>=.*has no attribute 'resolve_client'"
-    ):
+    with run_error(r"which needs verifiers>=.*has no attribute 'resolve_client'"):
         adapters.load(EnvSpec(name="x", id="v1-echo", kind="v1"), StubPolicy())
 
 

@@ -42,6 +42,7 @@ from rl.wire.inference_client import LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
 from tests.families import make_old_model, make_seeing_model
+from tests.raised import run_error
 
 
 def test_engine_args_take_numbers_bools_lists_and_tables():
@@ -188,13 +189,13 @@ EXPECTED = {
 )
 def test_weights_must_fit_the_model(tmp_path, tensors, tied, fault):
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(RunError, match=fault) if fault else nullcontext():
+    with run_error(fault) if fault else nullcontext():
         check_weights(tmp_path, tmp_path, EXPECTED, tied)
     write_safetensors(tmp_path / "model.safetensors", tensors, cut=5)
-    with pytest.raises(RunError, match=r"model.safetensors: has .* bytes, its header says"):
+    with run_error(r"model.safetensors: has .* bytes, its header says"):
         check_weights(tmp_path, tmp_path, EXPECTED, tied)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(RunError, match="lacks weights"):
+    with run_error("lacks weights"):
         check_weights(tmp_path, tmp_path, EXPECTED, tied)
 
 
@@ -217,7 +218,7 @@ def test_a_version_has_what_is_trained_of_the_base_by_whatever_name(tmp_path, fa
         ({name: found[name] for name in found if name != lost}, "norm|ln_.* is missing"),
         (found | {"mtp.fc": found[lost]}, "mtp.fc is not in the model"),
     ):
-        with pytest.raises(RunError, match=fault):
+        with run_error(fault):
             check_weights(tmp_path / "version", base, expected, True, tensors)
 
 

@@ -25,8 +25,8 @@ from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.digests import HASH, digest_of_file
 from rl.run_dir.safetensors import model_files, read_header, tensor_digests
-from rl.system.errors import RunError
 from tests.models.conversations import assistant, user
+from tests.raised import run_error
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -82,10 +82,9 @@ def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     (folder / "digests.json").write_text(
         json.dumps(digests | {"tensors": digests["tensors"] | {first: "00"}})
     )
-    with pytest.raises(
-        RunError,
-        match=rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another "
-        r"model\.name",
+    with run_error(
+        rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another "
+        r"model\.name"
     ):
         sound_model(config)
 
@@ -93,10 +92,9 @@ def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
 def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monkeypatch):
     """vLLM would refuse it minutes later, and name a variable that allows it."""
     config = run_on(folder, max_model_len=1025)
-    with pytest.raises(
-        RunError,
-        match=r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set "
-        r"model\.max_model_len to at most",
+    with run_error(
+        r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set "
+        r"model\.max_model_len to at most"
     ):
         sound_model(config)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
@@ -133,7 +131,7 @@ def test_only_plain_positions_have_a_longest_sequence(config, longest):
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "no such thing"])
 def test_no_folder_and_no_id(name):
-    with pytest.raises(RunError, match=f"model.name = '{name}'"):
+    with run_error(f"model.name = '{name}'"):
         resolved(name)
 
 
@@ -142,10 +140,10 @@ def test_chat_template(folder, cache, tmp_path):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     replace_text(folder / "tokenizer_config.json", json.dumps(config))
-    with pytest.raises(RunError, match=r"no chat template; set --model\.chat_template to chatml"):
+    with run_error(r"no chat template; set --model\.chat_template to chatml"):
         resolved(folder)
     template = tmp_path / "chatml.jinja"
-    with pytest.raises(RunError, match=r"model.chat_template = .*no such file"):
+    with run_error(r"model.chat_template = .*no such file"):
         resolved(folder, chat_template=str(template))
     template.write_text("{{ messages[0].content }}!")
     target = resolved(folder, chat_template=str(template))
@@ -239,17 +237,14 @@ def test_the_tokens_at_which_vllm_stops_end_an_answer(base):
     (base / "config.json").write_text('{"eos_token_id": 7}')
     assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 7]
     (base / "generation_config.json").write_text("{")
-    with pytest.raises(
-        RunError, match=r"generation_config\.json: not readable as JSON .*; copy the model again"
-    ):
+    with run_error(r"generation_config\.json: not readable as JSON .*; copy the model again"):
         resolve_model(config.model)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "home").touch()
-    with pytest.raises(
-        RunError,
-        match=r"home/.cache: Not a directory; set XDG_CACHE_HOME to a folder that can be written",
+    with run_error(
+        r"home/.cache: Not a directory; set XDG_CACHE_HOME to a folder that can be written"
     ):
         make_once(tmp_path / "home" / ".cache" / "model", lambda folder: None)
 
@@ -272,7 +267,7 @@ def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monke
             cache / "HuggingFaceTB--SmolLM2-135M-Instruct"
         )
     assert len(made) == 1
-    with pytest.raises(RunError, match="the hub is out of reach"):
+    with run_error("the hub is out of reach"):
         resolve_model(ModelConfig(name="some/other"))
 
 
@@ -344,16 +339,15 @@ def test_files_beside_the_model_are_not_the_model(folder):
     )
     before = weights_digest(folder)
     copy.write_bytes(model.read_bytes())
-    with pytest.raises(
-        RunError,
-        match=r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave",
+    with run_error(
+        r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave"
     ):
         resolved(folder)
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert model_files(folder) == weight_files(folder) == [model]
     assert weights_digest(folder) == before
     index.write_text(json.dumps({"weight_map": {"a": "consolidated.safetensors"}}))
-    with pytest.raises(RunError, match=r"lacks model.safetensors in its index"):
+    with run_error(r"lacks model.safetensors in its index"):
         resolved(folder)
 
 
@@ -405,7 +399,7 @@ def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, 
         replace_text(folder / name, text)
         if "model" in name:
             (folder / "model.safetensors").unlink(missing_ok=True)
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         resolved(folder)
 
 
@@ -448,5 +442,5 @@ def test_a_chat_template_in_another_encoding_is_named(tmp_path):
         path = tmp_path / "own.jinja" if given else folder / "chat_template.jinja"
         path.write_bytes("{# f\xfcr #}{{ messages }}".encode("latin-1"))
         settings = {"name": str(folder), "chat_template": str(path) if given else ""}
-        with pytest.raises(RunError, match=rf"{path.name}: not UTF-8 .*save it in that encoding"):
+        with run_error(rf"{path.name}: not UTF-8 .*save it in that encoding"):
             resolve_model(ModelConfig(**settings))

@@ -21,7 +21,7 @@ from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
-from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
+from rl.system.errors import CANNOT_WRITE, DAMAGED, GIVE_UP, WRONG_SETTINGS
 from rl.trainer.measure import tokens
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
@@ -316,7 +316,7 @@ def test_the_error_of_a_thread_that_writes_is_not_the_batchs(
 
 
 def test_a_disk_that_fails_ends_it_as_a_full_one_does():
-    assert {errno.EFBIG, errno.EROFS, errno.ENOSPC} <= rl.trainer.main.CANNOT_WRITE
+    assert {errno.EFBIG, errno.EROFS, errno.ENOSPC} <= {*CANNOT_WRITE}
 
 
 def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):

@@ -26,6 +26,7 @@ from rl.wire.messages import (
     WeightVersion,
 )
 from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys
+from tests.raised import run_error
 from tests.trainer.stub_orchestrator import TransportThread
 from tests.waiting import until
 
@@ -164,10 +165,9 @@ def test_a_file_that_is_not_seen_is_a_deadline_that_names_the_remedy(
     trainer, waits = client(
         tmp_path, 1.0, lambda waits: len(server.seen) >= 2 and waits[-1][2].endswith("visible")
     )
-    with pytest.raises(
-        RunError,
-        match=r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all "
-        r"nodes share",
+    with run_error(
+        r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all "
+        r"nodes share"
     ):
         trainer.get_batch(1)
     assert waits[-1][2] == f"{tmp_path}/batches/000001.batch to become visible"
@@ -242,7 +242,7 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
     wait, failed = Wait(0.3, lambda *what: waits.append(what)), threading.Event()
 
     def ask():
-        with pytest.raises(RunError, match=r"waited 0 s for batch 7 \(filling batch 7\)"):
+        with run_error(r"waited 0 s for batch 7 \(filling batch 7\)"):
             trainer.get_batch(7, wait)
         failed.set()
 
@@ -291,10 +291,9 @@ def test_who_gives_up_waits_for_no_answer(serve, tmp_path):
 
 def test_an_orchestrator_that_never_was(tmp_path):
     trainer, waits = client(tmp_path, timeout_s=0.3)
-    with pytest.raises(
-        RunError,
-        match=r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has "
-        r"no status file",
+    with run_error(
+        r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has "
+        r"no status file"
     ):
         trainer.get_batch(1)
     assert set(waits) == {(Phase.WAITING_FOR_BATCH, 1, "the orchestrator to come up")}
@@ -382,7 +381,7 @@ def test_a_status_file_with_an_address_that_is_none(tmp_path, address, why):
     write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=address))
     run_token(tmp_path / "status")
     trainer, _ = client(tmp_path, enough=said(why))
-    with pytest.raises(RunError, match=why):
+    with run_error(why):
         trainer.get_batch(1)
 
 
@@ -394,21 +393,18 @@ def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     server = serve(lambda _request: ready(tmp_path), TOKEN)
     assert server.server.address.startswith("curve://127.0.0.1:")
     trainer, waits = client(tmp_path, enough=said("RL_TOKEN"))
-    with pytest.raises(
-        RunError,
-        match=r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to "
-        r"the same",
+    with run_error(
+        r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to "
+        r"the same"
     ):
         trainer.get_batch(1)
     waits.clear()
     monkeypatch.setenv("RL_TOKEN", TOKEN.upper())
-    with pytest.raises(
-        RunError, match=r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"
-    ):
+    with run_error(r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"):
         trainer.get_batch(1)
     waits.clear()
     monkeypatch.setenv("RL_TOKEN", "too short")
-    with pytest.raises(RunError, match="RL_TOKEN must be 16 to 256 printable characters"):
+    with run_error("RL_TOKEN must be 16 to 256 printable characters"):
         trainer.get_batch(1)
     monkeypatch.delenv("RL_TOKEN")
     (tmp_path / "status" / "token").write_text(TOKEN)
@@ -454,10 +450,8 @@ def test_a_taken_port_names_the_setting(monkeypatch):
     async def bind_twice():
         server = TrainerServer("127.0.0.1", 0, TOKEN)
         port = int(server.address.rsplit(":", 1)[1])
-        with pytest.raises(
-            RunError,
-            match=f"orchestrator.port = {port} on 127.0.0.1: Address already in use; choose "
-            "another, or 0",
+        with run_error(
+            f"orchestrator.port = {port} on 127.0.0.1: Address already in use; choose another, or 0"
         ):
             TrainerServer("127.0.0.1", port, TOKEN)
         server.close()

@@ -12,6 +12,7 @@ from rl.orchestrator.recorded.recording import read
 from rl.system.errors import RunError
 from rl.wire.rollouts import Group, Rollout, rollout_lines
 from tests.orchestrator.recorded.lines import config, line, turn, write
+from tests.raised import run_error
 
 VOCABULARY = 259
 CHAT = [
@@ -148,9 +149,9 @@ def test_a_faulty_line_is_refused_by_its_number_and_field(tmp_path, model, broke
 )
 def test_a_file_of_something_else(tmp_path, model, text, message):
     (tmp_path / "r.jsonl").write_text(text)
-    with pytest.raises(RunError, match=message):
+    with run_error(message):
         read(config(tmp_path / "r.jsonl", model), str(model), 0)
-    with pytest.raises(RunError, match="there is no such file"):
+    with run_error("there is no such file"):
         read(config(tmp_path / "other.jsonl", model), str(model), 0)
 
 
@@ -178,9 +179,7 @@ def test_versions_are_needed_only_on_policy(tmp_path, model):
         recording.counts[uncompared] == 1
         and "nothing compares them with the trainer's" in uncompared
     )
-    with pytest.raises(
-        RunError, match=r"r.jsonl:2: turns\[0\].policy_versions: missing, and max_lag = 0"
-    ):
+    with run_error(r"r.jsonl:2: turns\[0\].policy_versions: missing, and max_lag = 0"):
         groups(tmp_path, model, line(), without, max_lag=0)
 
 
@@ -198,7 +197,7 @@ def test_logprobs_are_needed_only_by_losses_that_read_them(tmp_path, model, loss
         for value in played.logprobs
     )
     assert sum("no log-probabilities" in what for what in recording.counts) == 1
-    with pytest.raises(RunError, match="weighs tokens by them"):
+    with run_error("weighs tokens by them"):
         groups(tmp_path, model, line(turns=[turn(logprobs=None)]), trainer__loss="dppo")
 
 
@@ -215,9 +214,7 @@ def test_text_has_the_ids_of_a_rollout_with_that_text(tmp_path, model):
     assert [(played.prompt_ids, played.completion_ids) for played in whole.turns] == expected
     assert len(whole.turns.chains) == 1 and renderer.decode(expected[1][1]) == "yes"
     assert not cut.turns and cut.truncated and cut.outcome == "truncated"
-    with pytest.raises(
-        RunError, match=r"r.jsonl:1: the policy sampled 1 of its 2 answers, and nothing says which"
-    ):
+    with run_error(r"r.jsonl:1: the policy sampled 1 of its 2 answers, and nothing says which"):
         groups(tmp_path, model, chat | {"num_turns": 1}, trainer__loss="cross_entropy")
 
 
@@ -251,10 +248,9 @@ def test_a_rollout_is_in_a_file_once(tmp_path, model):
         one.episode for one in groups(tmp_path, model, *two, line(0, sample=5)).groups[0].rollouts
     ] == [0, 0, 1]
     for lines in ([line(0, sample=4), line(1, sample=4), line(0, sample=4)], [*two, two[0]]):
-        with pytest.raises(
-            RunError,
-            match=r"r.jsonl:3: sample: 4 of agent 'agent' is in .*r.jsonl:1 already; did two "
-            r"programs write",
+        with run_error(
+            r"r.jsonl:3: sample: 4 of agent 'agent' is in .*r.jsonl:1 already; did two "
+            r"programs write"
         ):
             groups(tmp_path, model, *lines)
 
@@ -343,20 +339,15 @@ def test_results_of_the_classic_api(tmp_path, model):
     assert len(second.turns) == 2 and math.isnan(second.turns[0].logprobs[0])
     assert third.error == "Boom()"
     text = row | {"prompt": "1 + 1", "completion": "2"}
-    with pytest.raises(
-        RunError,
-        match=r"r.jsonl:1: completion: is text without token ids; save them, with trajectory",
-    ):
+    with run_error(r"r.jsonl:1: completion: is text without token ids; save them, with trajectory"):
         groups(tmp_path, model, text, trainer__loss="cross_entropy")
-    with pytest.raises(RunError, match=r"r.jsonl:1: trajectory: an answer has masked tokens"):
+    with run_error(r"r.jsonl:1: trajectory: an answer has masked tokens"):
         groups(
             tmp_path,
             model,
             row | {"trajectory": [{"tokens": tokens | {"completion_mask": [1, 0]}}]},
         )
-    with pytest.raises(
-        RunError, match=r"r.jsonl:1: not as verifiers writes it \(KeyError: 'prompt'\)"
-    ):
+    with run_error(r"r.jsonl:1: not as verifiers writes it \(KeyError: 'prompt'\)"):
         groups(tmp_path, model, {"example_id": 4, "completion": []})
 
 
@@ -427,9 +418,7 @@ def test_the_temperature_of_a_trace(tmp_path, model, heats, expected):
         "traces": [trace, trace | {"agent": {"trainable": False}, "calls": []}],
     }
     if expected is None:
-        with pytest.raises(
-            RunError, match=r"r.jsonl:1: calls: sampled at several temperatures \(0.7, "
-        ):
+        with run_error(r"r.jsonl:1: calls: sampled at several temperatures \(0.7, "):
             groups(tmp_path, model, row)
         return
     recording = groups(tmp_path, model, row)

@@ -10,9 +10,9 @@ import pytest
 
 from rl.orchestrator.workers.worker_sandbox import sandbox_of, view
 from rl.system import sandbox
-from rl.system.errors import RunError
 from rl.wire.worker_messages import PolicySpec
 from tests.orchestrator.made import worker_setup
+from tests.raised import run_error
 
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
@@ -126,7 +126,7 @@ def test_what_read_names_is_seen_and_nothing_else_that_a_setting_says(work, run)
 )
 def test_what_cannot_be_shown_is_told(work, run, text, said):
     (work / "linked").symlink_to(run)
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         box_of(run, read=(text,))
 
 
@@ -168,7 +168,7 @@ def test_of_an_interpreter_that_is_a_link_the_link_is_seen_and_not_what_lies_bes
         assert found[0] == str(real.parents[1] if top == "bin" else home / top)
     (home / "bin/python3").unlink()
     write(home / "bin/python3").chmod(0o755)
-    with pytest.raises(RunError, match=f"belongs to {home}, all of which would be visible"):
+    with run_error(f"belongs to {home}, all of which would be visible"):
         box_of(run, str(home / "bin/other"))
 
 
@@ -226,7 +226,7 @@ def test_the_folder_of_all_runs_is_hidden_whole(work, run):
 
 def test_a_folder_of_runs_that_a_sandbox_would_show_is_refused(work, run):
     for given in ({"id": "./outputs"}, {"id": ".", "read": ("outputs/",)}):
-        with pytest.raises(RunError, match=f"{work}/outputs .*output_dir"):
+        with run_error(f"{work}/outputs .*output_dir"):
             box_of(run, **given)
 
 

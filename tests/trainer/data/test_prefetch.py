@@ -168,7 +168,7 @@ def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
     assert "6 policy versions" in need.files
 
 
-@pytest.mark.parametrize("transport", ["auto", "files"])
+@pytest.mark.parametrize("transport", ["memory", "files"])
 def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there(
     tmp_path, monkeypatch, transport
 ):
@@ -185,7 +185,7 @@ def test_a_version_is_announced_out_of_memory_and_again_when_its_folder_is_there
     publisher.start(1, Empty(file, may_be_written), checkpoints={})
     publisher.finish()
     os.close(file.fd)
-    assert seen == [(file, True, False)] * (transport == "auto") + [(None, True, True)]
+    assert seen == [(file, True, False)] * (transport == "memory") + [(None, True, True)]
     assert transport == "files" or publisher.metrics() == told, "the second counts for nothing"
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RunError
 from rl.trainer.measure.parity import ParityWatch, compare
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS, parity_of
 from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED, STATES
+from tests.raised import run_error
 from tests.trainer.policies import learner
 from tests.trainer.samples import make_sample, pack_alone
 from tests.wire.samples import changed, with_version
@@ -119,10 +119,9 @@ def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
     assert found["parity/agrees"] == 0.0 and found["parity/max"] == pytest.approx(0.5, abs=1e-4)
     assert found["parity/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() - 1 + 0.5, rel=1e-3)
     watch.strict = True
-    with pytest.raises(
-        RunError,
-        match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 "
-        r"nats",
+    with run_error(
+        r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 "
+        r"nats"
     ):
         at_checkpoint()
     assert ParityWatch(LIMITS["float32"], True, None).judge(None, 0) == {}
@@ -134,9 +133,7 @@ def test_a_gross_difference_ends_a_run_before_its_first_step_unless_that_is_want
         parity_of([0.1, -0.1] * 50),
         parity_of([2.0, -2.0] * 50),
     )
-    with pytest.raises(
-        RunError, match=r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"
-    ):
+    with run_error(r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"):
         ParityWatch(limit, None, None).judge(gross, 0)
     watch = ParityWatch(limit, None, None)
     assert watch.judge(None, 0) == {} and watch.judge(rounding, 0)["parity/agrees"] == 0.0
@@ -152,6 +149,6 @@ def test_adapters_are_compared_first_when_they_add_something():
     """They add nothing to version 0, whose comparison was the only one that could end a run."""
     watch, limit = ParityWatch(LIMITS["float32"], None, None, has_adapters=True), LIMITS["float32"]
     assert watch.judge(parity_of([0.0] * 100), 0)["parity/agrees"] == 1.0
-    with pytest.raises(RunError, match="two compute different models"):
+    with run_error("two compute different models"):
         watch.judge(parity_of([2.0, -2.0] * 50), 1)
     assert not parity_of([2.0, -2.0] * 50).within(limit) and not watch.is_first

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rl.config.loss import PolicyGradientConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RESTART, RunError
+from rl.system.errors import RESTART
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import Timer
@@ -23,6 +23,7 @@ from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS, SIZES
+from tests.raised import run_error
 from tests.trainer.device import DEVICE, on_cpu
 from tests.trainer.layouts import weights_of
 from tests.trainer.policies import learner
@@ -209,7 +210,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     optimizer = make_optimizer(model, TrainerConfig().optim)
     before = weights_of(model)
     sample = make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])
-    with pytest.raises(RunError, match="nan") as caught:
+    with run_error("nan") as caught:
         step(model, optimizer, ready(sample), world)
     assert caught.value.exit_code == RESTART
     assert_equal(weights_of(model), before)
@@ -230,19 +231,14 @@ def test_windows_and_implementations_that_the_attention_does_not_see_are_refused
     (row,) = rows_of(make_batch(1))
     model.config.layer_types = ["full_attention", "sliding_attention"]
     model.config.sliding_window = 4
-    with pytest.raises(
-        RunError,
-        match=r"window of 4 tokens to its attention function; set trainer.attention = auto",
-    ):
+    with run_error(r"window of 4 tokens to its attention function; set trainer.attention = auto"):
         score(model, row, world)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(
-        RunError, match=r"does not call its attention function; set trainer.attention = auto"
-    ):
+    with run_error(r"does not call its attention function; set trainer.attention = auto"):
         score(model, row, world)
 
 
 @on_cpu
 def test_flex_attention_needs_a_gpu(tied_folder, world):
-    with pytest.raises(RunError, match="use blocks"):
+    with run_error("use blocks"):
         policy(tied_folder, world, attention="flex")

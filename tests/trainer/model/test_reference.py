@@ -10,11 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from rl.config.run import ModelConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RunError
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model.head import score
 from rl.trainer.model.reference import load_reference, reference_logprobs
 from rl.trainer.train import TrainContext, train_step
+from tests.raised import run_error
 from tests.trainer.policies import learner
 from tests.trainer.samples import make_batch, pack_alone
 
@@ -72,7 +72,7 @@ def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, t
     (other / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((other / "tokenizer_config.json").read_text())
     (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
-    with pytest.raises(RunError, match="has no chat template"):
+    with run_error("has no chat template"):
         resolve_model(ModelConfig(name=str(other)))
     policy, _, config = learner_of(
         tied_folder, world, lora=True, kl_coefficient=0.1, kl_reference=str(other)
@@ -91,14 +91,9 @@ def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, t
 def test_what_cannot_be_a_reference(tied_folder, world):
     policy, _, config = learner_of(tied_folder, world, kl_coefficient=0.1)
     config.trainer.loss.kl_reference = "/nowhere"
-    with pytest.raises(
-        RunError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"
-    ):
+    with run_error(r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"):
         load_reference(config, str(tied_folder), policy, world)
     config.trainer.loss.kl_reference = None
     policy.config.vocab_size += 1
-    with pytest.raises(
-        RunError,
-        match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids",
-    ):
+    with run_error(r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids"):
         load_reference(config, str(tied_folder), policy, world)

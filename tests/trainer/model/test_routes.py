@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import ConfigError
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.model.head import keep_old, score
 from rl.trainer.model.routes import Routers
@@ -18,6 +18,7 @@ from rl.trainer.parallel.experts import experts_of
 from rl.wire.messages import TrainBatch
 from tests.families import CONFIGS
 from tests.flags import made
+from tests.raised import run_error
 from tests.trainer.layouts import give_routes, gradients_of
 from tests.trainer.parallel.loads import load
 from tests.trainer.parallel.test_experts import GEMMA4, MODELS
@@ -248,7 +249,7 @@ def test_routes_of_another_model_are_refused(folder, world, change, said):
     give_routes(batch)
     routes = pack_alone(batch).micro_batches[0].routes
     routers.check(routes)
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         routers.check(change(routes))
 
 
@@ -267,7 +268,7 @@ def test_routes_of_another_model_are_refused(folder, world, change, said):
 )
 def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, config, said):
     (batch,) = pack_alone(make_batch(1)).micro_batches
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         score(
             load(str(make_tiny_model(tmp_path, config)), world, router_replay="trainer"),
             batch,
@@ -318,5 +319,5 @@ def test_padding_goes_where_the_last_token_goes():
 
 def test_a_batch_without_routes_ends_a_run_that_replays_them(folder, world, tmp_path):
     config = make_config(tmp_path, folder("qwen3_moe"), router_replay="engine")
-    with pytest.raises(RunError, match="batch 1 has tokens without routes"):
+    with run_error("batch 1 has tokens without routes"):
         record(config, world, [make_batch(1)])

@@ -20,13 +20,13 @@ from rl.config.run import RendererConfig, RLConfig
 from rl.launch.run import manifest_lines
 from rl.models.renderer import load_renderer
 from rl.models.tiny import write_tokenizer
-from rl.system.errors import RunError
 from rl.trainer.sft import rows
 from rl.trainer.sft.tokens import Tokenizer, open_examples, prepare_data, read_manifest
 from rl.wire.batch_file import compress_rollouts
 from tests import jsonl
 from tests.models.conftest import DROPS_THINKING
 from tests.models.conversations import ADD, assistant, system, user
+from tests.raised import run_error
 
 TWO_TURNS = [user("What is 1 + 1?"), assistant("2"), user("Sure?"), assistant("Yes, 2.")]
 THINKS = [
@@ -244,7 +244,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         "Hm, so.\n</think>\n\nYes, 2.<|im_end|>",
     ]
     inline = [TWO_TURNS[0], assistant("<think>\nHm\n</think>\n\n2")]
-    with pytest.raises(RunError, match="leaves out a part of an answer's content"):
+    with run_error("leaves out a part of an answer's content"):
         prepared(tmp_path / "inline", tmp_path / "opens", {"messages": inline})
 
 
@@ -280,7 +280,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
     ],
 )
 def test_trained_text_is_never_lost_in_silence(folders, tmp_path, folder, messages, settings, said):
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         prepared(tmp_path, folders / folder, {"messages": messages}, **settings)
 
 
@@ -294,7 +294,7 @@ def test_a_users_own_special_tokens_are_trained(folders, tmp_path):
     assert [
         tokenizer.decode(id) for id, is_trained in zip(ids, trained, strict=True) if is_trained
     ] == [*("<answer>", "4", "</answer>", "<|im_end|>")]
-    with pytest.raises(RunError, match="the template's special tokens"):
+    with run_error("the template's special tokens"):
         prepared(
             tmp_path / "own", tmp_path / "tags", {"prompt": "2 + 2?", "completion": "4<|im_start|>"}
         )
@@ -331,7 +331,7 @@ def test_a_base_model_needs_no_template_for_text(chatml, folders, tmp_path):
     assert chatml(row, style="completion")[0] == [sample]
     (alone,), _ = prepared(tmp_path / "alone", folders / "base", {"prompt": "", "completion": "ab"})
     assert alone == (encode("ab<|im_end|>"), [False, True, True])
-    with pytest.raises(RunError, match="needs a chat template"):
+    with run_error("needs a chat template"):
         prepared(tmp_path / "asked", folders / "base", row, style="chat")
 
 
@@ -385,9 +385,9 @@ def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
         "5 rows -> 3 examples, 20 tokens, 14 trained; 1 cut to model.max_model_len; 1 "
         "without an answer" in line
     )
-    with pytest.raises(RunError, match=rf"nothing is left of 1 rows: 1 {long}"):
+    with run_error(rf"nothing is left of 1 rows: 1 {long}"):
         made("none", rows[2])
-    with pytest.raises(RunError, match="nothing is left of 0 rows: there are no rows"):
+    with run_error("nothing is left of 0 rows: there are no rows"):
         made("no-rows")
 
 
@@ -491,7 +491,7 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
 )
 def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row, said):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         prepare_data(make_config(tmp_path), str(folders / "chatml"), lambda *_: None)
     assert not make_config(tmp_path).run_dir.data.exists()
 
@@ -540,10 +540,9 @@ def test_a_part_of_the_prompt_that_is_not_read_is_refused_by_name(chatml):
     row = {"instruction": "Translate", "input": "", "output": "Hund", "images": [], "history": None}
     assert len(chatml(row, columns=columns)[0]) == 1
     for name, value in {"input": "dog", "images": ["dog.png"], "history": [["Hi", "Hi!"]]}.items():
-        with pytest.raises(
-            RunError,
-            match=rf"data.jsonl:1: {name}: a column that is not read; write it into the messages "
-            r".*, or remove it",
+        with run_error(
+            rf"data.jsonl:1: {name}: a column that is not read; write it into the messages "
+            r".*, or remove it"
         ):
             chatml(row | {name: value}, columns=columns)
     assert len(
@@ -565,9 +564,7 @@ def test_cells_of_csv_are_text(folders, tmp_path):
         f"{text}<|im_end|>" for text in ("aNone", "b02108", "cTrue", "d, ef\ng")
     ]
     (tmp_path / "data.csv").write_text("prompt,completion\na,b,c\n")
-    with pytest.raises(
-        RunError, match=r"data.csv:2: not 2 cells, as in the first line; correct it"
-    ):
+    with run_error(r"data.csv:2: not 2 cells, as in the first line; correct it"):
         prepared(tmp_path / "wide", folders / "base", dataset=str(tmp_path / "data.csv"))
 
 
@@ -591,7 +588,7 @@ def test_a_csv_file_is_read_whole_or_refused(folders, tmp_path, written, said):
     """Regression: of two columns with one name the last was trained in silence, and a long cell
     ended in a traceback."""
     (tmp_path / "data.csv").write_bytes(written)
-    with pytest.raises(RunError, match=said) if said else contextlib.nullcontext():
+    with run_error(said) if said else contextlib.nullcontext():
         prepared(tmp_path, folders / "base", dataset=str(tmp_path / "data.csv"))
 
 
@@ -662,9 +659,7 @@ def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
     )
     saved = chatml(dataset=str(run / "x.parquet"), min_reward=0.5)
     assert saved[1]["train"]["left_out"] == {"rollouts with a reward below 0.5": 1}
-    with pytest.raises(
-        RunError, match="the reward is nan, but a rollout's reward must be a number"
-    ):
+    with run_error("the reward is nan, but a rollout's reward must be a number"):
         chatml(rollout(7, float("nan"), "i"), min_reward=0.5)
     best = rows.best_rollouts
 
@@ -676,7 +671,7 @@ def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "best_rollouts", then_compressed)
     assert answers(max_per_task=1)[0] == "bhi"
     other = {"messages": TWO_TURNS, "reward": 1}
-    with pytest.raises(RunError, match=r"1: sft.min_reward and sft.max_per_task .* lacks outcome"):
+    with run_error(r"1: sft.min_reward and sft.max_per_task .* lacks outcome"):
         chatml(other, min_reward=0.5)
 
 
@@ -702,18 +697,14 @@ def test_worked_examples_of_a_rollouts_prompt_are_never_trained(chatml, renderer
         "the messages before the policy's first are no answers"
     )
     assert trained(num_turns=3) == ("2<|im_end|>" + own[0], []), "every answer was sampled"
-    with pytest.raises(
-        RunError,
-        match=r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the environment wrote the "
-        r"others.*last",
+    with run_error(
+        r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the environment wrote the "
+        r"others.*last"
     ):
         trained()
-    with pytest.raises(
-        RunError,
-        match="the policy sampled 1 of its 2 answers, and the environment wrote the others",
-    ):
+    with run_error("the policy sampled 1 of its 2 answers, and the environment wrote the others"):
         trained(num_prompt_messages=3, num_turns=1)
-    with pytest.raises(RunError, match="num_prompt_messages is 7; it must be a number from 0 to 6"):
+    with run_error("num_prompt_messages is 7; it must be a number from 0 to 6"):
         trained(num_prompt_messages=7)
     assert trained({"train": "last"}) == ("Yes, 2.<|im_end|>", [])
 
@@ -760,7 +751,7 @@ def test_hugging_face_datasets(folders, tmp_path):
         (parquet, {"subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),
         (lines, {"validation_split": "test"}, "sft.validation_split = 'test': .* has no splits"),
     ):
-        with pytest.raises(RunError, match=said):
+        with run_error(said):
             prepared(tmp_path / "d", folders / "chatml", dataset=str(dataset), **settings)
 
 
@@ -786,10 +777,9 @@ def test_a_token_without_a_row_of_the_embedding_is_named(folders, tmp_path, row)
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps({"text_config": {"vocab_size": 259}}))
     good = {"prompt": "a", "completion": "b"}
-    with pytest.raises(
-        RunError,
-        match=r"data.jsonl:2: '<new>' is token 259, the model's embedding has 259 rows; give it "
-        r"one .*resize_token",
+    with run_error(
+        r"data.jsonl:2: '<new>' is token 259, the model's embedding has 259 rows; give it "
+        r"one .*resize_token"
     ):
         prepared(tmp_path, tmp_path / "model", good, row)
     config.write_text(json.dumps({"vocab_size": 260}))

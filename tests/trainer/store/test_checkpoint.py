@@ -18,12 +18,12 @@ from rl.run_dir import checksums, files
 from rl.run_dir.checksums import checksum, newest_sound_checkpoint, read_manifest, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
-from rl.system.errors import RunError
 from rl.trainer.optim import local
 from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
 from rl.trainer.store.saver import Saver
 from tests.families import CONFIGS
+from tests.raised import run_error
 from tests.trainer.policies import learner
 from tests.trainer.samples import assert_equal, save_checkpoint, toy_step
 
@@ -195,9 +195,9 @@ def test_a_strangers_checkpoint_runs_nothing(trained, world, tmp_path, kind):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][".metadata"] = checksum(path / ".metadata")
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match=r"nothing of it was run.*move .*000007 away"):
+    with run_error(r"nothing of it was run.*move .*000007 away"):
         checkpoint.load(path, *trained, world)
-    with pytest.raises(RunError, match="nothing of it was run"):
+    with run_error("nothing of it was run"):
         checkpoint.load_weights(path, read_manifest(path), trained[0])
     assert not (tmp_path / "mark").exists()
 
@@ -207,7 +207,7 @@ def test_another_model_is_refused(trained, world, tmp_path):
     other = fresh(
         make_tiny_model(tmp_path / "m", CONFIGS["llama"] | {"num_hidden_layers": 1}), world
     )
-    with pytest.raises(RunError, match="another model"):
+    with run_error("another model"):
         checkpoint.load(checkpoint.newest(tmp_path / "c", world), *other, world)
 
 
@@ -255,16 +255,12 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     # so that the status says so, and nobody blames the batch
     saver.thread.on_error = lambda: said.append(saver.newest_started)
     saver.save(1, *trained)
-    with pytest.raises(
-        RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"
-    ):
+    with run_error(r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.finish()
     saver.deadline_s = 3000.0
     assert not saver.due(2, last=99)
     saver.last_began = time.monotonic() - 3001
-    with pytest.raises(
-        RunError, match=r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"
-    ):
+    with run_error(r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"):
         # with an interval in seconds, nobody would wait for it before the run's last step
         saver.due(3, last=99)
     assert said == [1, 1]
@@ -296,7 +292,7 @@ def test_copies_that_do_not_fit_into_the_hosts_memory_are_refused(world, monkeyp
         r"2 rank\(s\) for checkpoints take 24\.0 GiB of memory, for policy versions 4\.0 GiB, .* "
         r"this machine has 15\.0 GiB: shard"
     )
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         checkpoint.require_host_memory(model, optimizer, torch.bfloat16, world)
 
 
