@@ -311,10 +311,8 @@ def test_info_as_json_text_and_tools_of_a_row():
     data = rows(1, info=json.dumps({"tool_defs": [tool], "n": 7}))
     rollout = only(played(env := made(single(lambda info: info["n"], dataset=data))))
     assert rollout.reward == 7.0 and rollout.metrics["bad_tool_calls"] == 0.0
-    assert (
-        env.task("train", 0)["info"]["n"] == 7
-        and only(env.task("train", 0)["tools"])["function"]["name"] == "look"
-    )
+    assert env.task("train", 0)["info"]["n"] == 7
+    assert only(env.task("train", 0)["tools"])["function"]["name"] == "look"
 
 
 def broken_with(value):
@@ -344,9 +342,9 @@ def test_a_reward_that_is_no_number_is_a_failure(value):
 )
 def test_what_is_a_number(value):
     rollout = rollout_of(single(broken_with(value)))
-    assert (
-        rollout.error is None and rollout.reward == 1.0 and type(rollout.metrics["broken"]) is float
-    )
+    assert rollout.error is None
+    assert rollout.reward == 1.0
+    assert type(rollout.metrics["broken"]) is float
 
 
 def test_a_rubric_of_ones_own_is_checked_too():

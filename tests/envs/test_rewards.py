@@ -261,9 +261,8 @@ def test_rubrics_of_a_group_of_environments_are_added_to_its_members():
     env = made(build)
     rollouts = [only(played(env, task=task)) for task in (0, 3, 6)]
     assert [rollout.reward for rollout in rollouts] == [20.0, 20.0, 15.0]
-    assert (
-        rollouts[0].metrics["inner/a/five"] == 5.0 and rollouts[2].metrics["outer/c/seven"] == 7.0
-    )
+    assert rollouts[0].metrics["inner/a/five"] == 5.0
+    assert rollouts[2].metrics["outer/c/seven"] == 7.0
     assert env.describe()["members"]["outer/c"]["reward functions"] == {"exact": 1.0, "seven": 2.0}
 
 
@@ -291,11 +290,9 @@ def test_an_environment_that_clears_its_trajectory_is_scored():
         policy=StubPolicy(lambda prompt: "y", max_model_len=200),
     )
     rollout = only(played(env))
-    assert (
-        rollout.overlong
-        and len(rollout.turns) == 1
-        and (rollout.reward, rollout.metrics["broken"]) == (0.5, 0.5)
-    )
+    assert rollout.overlong
+    assert len(rollout.turns) == 1
+    assert (rollout.reward, rollout.metrics["broken"]) == (0.5, 0.5)
 
 
 FAILURES = (ValueError("x"), MuteError(), Meta(), NAN, None, "1", SystemExit(3), [1.0])

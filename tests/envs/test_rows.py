@@ -86,11 +86,9 @@ def test_rows_are_played(folder):
     ]
     assert env.describe()["reward functions"] == {"exact": 1.0}
     task = env.task("train", 2)
-    assert (
-        task["info"] == {"level": 2}
-        and task["difficulty"] == 0.5
-        and task["prompt"][0]["content"] == "Digits."
-    )
+    assert task["info"] == {"level": 2}
+    assert task["difficulty"] == 0.5
+    assert task["prompt"][0]["content"] == "Digits."
 
 
 def test_columns_and_info_reach_the_function_and_groups_are_scored(folder):
@@ -259,10 +257,8 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("rl.models.hub.hub_fault", lambda: "")
     env = made(dataset="owner/name", eval_dataset="owner/name:test[:10]")
-    assert (
-        asked == [("owner/name", "train"), ("owner/name", "test[:10]")]
-        and played(env)[0].reward == 0.5
-    )
+    assert asked == [("owner/name", "train"), ("owner/name", "test[:10]")]
+    assert played(env)[0].reward == 0.5
     with run_error(r"owner/name:none raised ValueError: Unknown split .*check name and split"):
         made(dataset="owner/name:none")
     with run_error("owner/name:odd row 0: no prompt or question, only text, answer"):

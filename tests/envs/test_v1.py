@@ -103,11 +103,9 @@ def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
         "system",
         *["user", "assistant"] * 2,
     ]
-    assert (
-        rollout.num_prompt_messages == 4
-        and rollout.messages[4]["content"] == "1"
-        and len(rollout.turns) == 1
-    )
+    assert rollout.num_prompt_messages == 4
+    assert rollout.messages[4]["content"] == "1"
+    assert len(rollout.turns) == 1
 
 
 def test_a_user_in_the_environment_extends_the_same_ids():
@@ -151,12 +149,10 @@ def with_tools():
 
 def test_tools_are_called_and_a_user_goes_on_from_there(with_tools):
     good = with_tools["good"]
-    assert (
-        len(good.turns) == 3
-        and is_append_only(good.turns)
-        and good.reward == 1.0
-        and good.stop == "user_closed"
-    )
+    assert len(good.turns) == 3
+    assert is_append_only(good.turns)
+    assert good.reward == 1.0
+    assert good.stop == "user_closed"
     assert [message["role"] for message in good.messages] == [
         "user",
         "assistant",
@@ -174,19 +170,15 @@ def test_calls_that_fail_or_cannot_be_made_are_answered(with_tools):
     raises, malformed = with_tools["raises"], with_tools["malformed"]
     assert "unlucky" in raises.messages[2]["content"] and not raises.error
     assert len(malformed.turns) == 4 and is_append_only(malformed.turns) and malformed.reward == 1.0
-    assert (
-        "no tool 'nope'" in malformed.messages[2]["content"]
-        and "Field required" in malformed.messages[4]["content"]
-    )
+    assert "no tool 'nope'" in malformed.messages[2]["content"]
+    assert "Field required" in malformed.messages[4]["content"]
 
 
 def test_a_tool_server_that_dies_fails_rollouts_at_once(with_tools):
     for rollout in (with_tools["dies"], with_tools["later"]):
         assert rollout.cause == "environment" and rollout.reward == 0.0
-        assert (
-            "tool server 'calc' at http://127.0.0.1" in rollout.error
-            and "does not answer" in rollout.error
-        )
+        assert "tool server 'calc' at http://127.0.0.1" in rollout.error
+        assert "does not answer" in rollout.error
 
 
 def test_agents_are_rollouts_of_their_own():
@@ -199,16 +191,12 @@ def test_agents_are_rollouts_of_their_own():
         False,
     )
     assert solver.num_prompt_messages == judge.num_prompt_messages == 1
-    assert (
-        solver.reward == 3.0 + 10.0
-        and solver.metrics == {"length": 3.0, "verdict": 1.0}
-        and judge.reward == 0.0
-    )
-    assert (
-        len(solver.turns) == len(judge.turns) == 1
-        and judge.turns[0].finish_reason == "length"
-        and judge.truncated
-    )
+    assert solver.reward == 3.0 + 10.0
+    assert solver.metrics == {"length": 3.0, "verdict": 1.0}
+    assert judge.reward == 0.0
+    assert len(solver.turns) == len(judge.turns) == 1
+    assert judge.turns[0].finish_reason == "length"
+    assert judge.truncated
     assert [asked["sampling"]["temperature"] for asked in policy.servers.asked] == [1.0, 0.0], (
         "an agent that is not trained has its own sampling"
     )
@@ -255,12 +243,10 @@ def test_failures_say_whose_they_are(env_id, args, cause, turns, text):
     [rollouts] = play(load(env_id, args=args))
     assert [len(rollout.turns) for rollout in rollouts] == turns
     for rollout in rollouts:
-        assert (
-            rollout.cause == cause
-            and text in rollout.error
-            and rollout.stop == "error"
-            and rollout.reward == 0.0
-        )
+        assert rollout.cause == cause
+        assert text in rollout.error
+        assert rollout.stop == "error"
+        assert rollout.reward == 0.0
 
 
 def test_a_policy_that_cannot_be_asked_is_not_the_environment_s_fault():
@@ -285,21 +271,17 @@ def test_a_prompt_without_room_ends_the_talk_and_is_no_error():
     assert at_once.overlong and at_once.truncated and not at_once.error and at_once.turns == []
     assert at_once.messages == [{"role": "user", "content": "say 0"}]
     [[later]] = play(load("v1-guess", StubPolicy(lambda prompt: "x" * 20, max_model_len=100)))
-    assert (
-        later.overlong
-        and len(later.turns) == 1
-        and not later.error
-        and later.stop == "context_length"
-    )
+    assert later.overlong
+    assert len(later.turns) == 1
+    assert not later.error
+    assert later.stop == "context_length"
 
 
 def test_splits():
     env = load("v1-echo", args={"num": 3})
     assert (env.num_tasks("train"), env.num_tasks("eval")) == (3, 3)
-    assert (
-        env.task("train", 0)["prompt"] == [{"role": "user", "content": "say 0"}]
-        and env.task("eval", 0)["answer"] == "100"
-    )
+    assert env.task("train", 0)["prompt"] == [{"role": "user", "content": "say 0"}]
+    assert env.task("eval", 0)["answer"] == "100"
     assert load("v1-echo", args={"split": "test"}).task("train", 0)["answer"] == "100", (
         "a split that is set holds for both"
     )
@@ -325,10 +307,8 @@ def test_an_endless_taskset_is_drawn_in_order_and_forgets_the_oldest(monkeypatch
         stream.kept
     ) == 8
     [[rollout]] = play(env, order(5))
-    assert (
-        rollout.messages[0]["content"] == env.task("train", 5)["prompt"][0]["content"]
-        and rollout.reward == 1.0
-    )
+    assert rollout.messages[0]["content"] == env.task("train", 5)["prompt"][0]["content"]
+    assert rollout.reward == 1.0
 
 
 def test_prompts_are_measured_against_the_context():
@@ -355,11 +335,9 @@ def test_what_an_environment_says_of_itself():
         "default": 4,
         "about": "How many tasks there are.",
     }
-    assert (
-        about["rewards"] == {"right": 0.5}
-        and about["metrics"] == ["length"]
-        and about["train tasks"] == 3
-    )
+    assert about["rewards"] == {"right": 0.5}
+    assert about["metrics"] == ["length"]
+    assert about["train tasks"] == 3
     assert load("v1-numbers").describe()["train tasks"] == "endless"
     assert (load("v1-echo").kind, load("v1-duel").kind) == ("v1 taskset", "v1 environment")
 
@@ -536,10 +514,8 @@ def test_other_dialects_are_refused():
     [[rollout]] = play(
         load("v1-program", args={"agent": {"harness": {"route": "/messages", "stream": False}}})
     )
-    assert (
-        rollout.cause == "environment"
-        and "the policy answers chat completions only" in rollout.error
-    )
+    assert rollout.cause == "environment"
+    assert "the policy answers chat completions only" in rollout.error
 
 
 def test_any_endpoint_can_be_evaluated():

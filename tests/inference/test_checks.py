@@ -33,7 +33,6 @@ from rl.run_dir.checksums import Mirror, content_of
 from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import temporary_name
 from rl.run_dir.in_memory import OverNetwork
-from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.store import versions
@@ -222,8 +221,7 @@ def test_a_version_has_what_is_trained_of_the_base_by_whatever_name(tmp_path, fa
             check_weights(tmp_path / "version", base, expected, True, tensors)
 
 
-def test_the_newest_sound_version_is_served(tmp_path, capfd):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
+def test_the_newest_sound_version_is_served(run_dir, capfd):
     claimed = []
     assert newest_sound_version(run_dir, Mirror(), claimed.append) is None
     for version in (1, 2, 3, 4):
@@ -249,9 +247,8 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
     assert [line.partition(": /")[0] for line in said] == [
         f"inference: WARNING: skipping policy version {v}" for v in (4, 3)
     ]
-    assert (
-        "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
-    )
+    assert "bytes, its header says" in said[0]
+    assert "tensor b.weight is not what was written" in said[1]
     shutil.rmtree(run_dir.weights(2))
     # without checksums
     assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(

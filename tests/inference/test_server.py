@@ -279,10 +279,8 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(server, monkeypatc
         abs(expected[place] - logprob)
         for place, logprob in zip(sample.trained.tolist(), sample.logprobs.tolist(), strict=True)
     ]
-    assert (
-        len(differences) == sum(len(turn.completion_ids) for turn in turns)
-        and max(differences) < TOLERANCE
-    )
+    assert len(differences) == sum(len(turn.completion_ids) for turn in turns)
+    assert max(differences) < TOLERANCE
 
 
 def test_openai_routes_stay_and_development_routes_are_closed(server):
@@ -381,10 +379,8 @@ def test_a_special_token_as_stop_string_stops(servers):
     begin = load_tokenizer(str(server.weights[0])).convert_tokens_to_ids("<|im_start|>")
     sampled = server.generate(PROMPT, **free)["token_ids"]
     stopped = server.generate(PROMPT, stop=["<|im_start|>"], **free)
-    assert (
-        stopped["token_ids"] == sampled[: sampled.index(begin) + 1]
-        and stopped["finish_reason"] == "stop"
-    )
+    assert stopped["token_ids"] == sampled[: sampled.index(begin) + 1]
+    assert stopped["finish_reason"] == "stop"
 
 
 def test_a_chat_that_was_rewritten_is_rendered_again(server):
@@ -472,10 +468,8 @@ def test_several_answers_to_one_prompt_outlive_a_new_version(server):
         assert first["text"] and second["text"]
     assert server.load(0).status_code == 200
     unknown = server.post("/v1/completions", prompt=[10**6], n=2, max_tokens=4)
-    assert (
-        unknown.status_code == 400
-        and server.post("/v1/completions", prompt=PROMPT, n=2, max_tokens=4).status_code == 200
-    )
+    assert unknown.status_code == 400
+    assert server.post("/v1/completions", prompt=PROMPT, n=2, max_tokens=4).status_code == 200
 
 
 def test_disconnect_aborts_the_request(server):
@@ -622,10 +616,8 @@ def test_deltas_are_applied_or_refused_until_a_whole_version_comes(server, tmp_p
         assert f"{file}: damaged" in refused.json()["error"]["message"]
     shutil.move(three, tmp_path / "lost")
     refused = server.load(3, four)
-    assert (
-        refused.status_code == 422
-        and f"changes since {three}, which is missing" in refused.json()["error"]["message"]
-    )
+    assert refused.status_code == 422
+    assert f"changes since {three}, which is missing" in refused.json()["error"]["message"]
     assert_version(server, 1)
     assert server.load(3).status_code == 200  # without checksums, in its folder
     write_digests(shutil.copytree(server.weights[2], three))

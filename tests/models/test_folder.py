@@ -157,9 +157,8 @@ def test_chat_template(folder, cache, tmp_path):
         json.dumps(config | {"eos_token": "<|im_start|>"})
     )
     corrected = resolved(folder, chat_template=str(template))
-    assert (
-        corrected != target and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
-    )
+    assert corrected != target
+    assert AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
 
 
 CHAT = [user("hi"), assistant("so")]
@@ -220,10 +219,8 @@ def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, giv
         str(folder), config.renderer
     ).stop_token_ids == [2, 0, 9]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert (
-        tokenizer.eos_token == "<|im_end|>"
-        and tokenizer.apply_chat_template(CHAT, tokenize=False).count("<|im_end|>") == 2
-    )
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False).count("<|im_end|>") == 2
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 0, 9]
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2, 0, 9]
     assert resolved(folder) == str(folder), "its versions say it themselves"

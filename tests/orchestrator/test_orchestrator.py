@@ -140,10 +140,8 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
             for group in by_group.values()
         )
     metrics = read_metrics(config.run_dir.metrics)
-    assert (
-        metrics[2, "orchestrator"]["lag/max"] == 0
-        and 0 < metrics[2, "orchestrator"]["reward/mean"] < 1
-    )
+    assert metrics[2, "orchestrator"]["lag/max"] == 0
+    assert 0 < metrics[2, "orchestrator"]["reward/mean"] < 1
     assert [key for key in metrics if key[1] == "eval"] == [(0, "eval"), (2, "eval"), (3, "eval")]
     assert len(lines(config.run_dir.eval(2, "say-digit"))) == 4
     prompts = {

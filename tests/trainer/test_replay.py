@@ -183,9 +183,8 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
         trainer, lines, checkpoints = replay(
             config.run_dir, config, tmp_path / "again", world, start=2, until=until
         )
-        assert (
-            trainer.step == until and [line["version"] for line in lines] == [2, 3, 4][: until - 1]
-        )
+        assert trainer.step == until
+        assert [line["version"] for line in lines] == [2, 3, 4][: until - 1]
         assert not any(line["tensor"] or line["fault"] for line in lines)
         assert [line["checkpoint"] for line in checkpoints] == [3, 4][: until - 2]
         shutil.rmtree(tmp_path / "again")
@@ -249,11 +248,9 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
 
     assert found("whole", lambda run_dir: None)["fault"] is None
     flipped = found("flipped", flip)
-    assert (
-        flipped["tensor"] is None
-        and "safetensors: tensor " in flipped["fault"]
-        and flipped["fault"].endswith("is not what was written")
-    )
+    assert flipped["tensor"] is None
+    assert "safetensors: tensor " in flipped["fault"]
+    assert flipped["fault"].endswith("is not what was written")
     both = found("both", lambda run_dir: (change(run_dir.digests(STEPS)), flip(run_dir)))
     assert both["kept"] == ["digests"], "Regression: what is damaged was compared with"
     assert both["tensor"] == first and both["max_difference"] is None

@@ -231,13 +231,13 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     ]
 
 
-def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_path):
+def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, run_dir):
     def answer(_request):
         time.sleep(0.05)
         return filling(7)
 
     server = serve(answer)
-    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
+    trainer = OrchestratorClient(run_dir)
     waits = []
     wait, failed = Wait(0.3, lambda *what: waits.append(what)), threading.Event()
 
@@ -255,21 +255,21 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
         assert failed.wait(30) and time.monotonic() - began > 0.2
 
 
-def test_the_time_that_a_disk_has_taken_is_not_the_orchestrators(serve, tmp_path):
+def test_the_time_that_a_disk_has_taken_is_not_the_orchestrators(serve, run_dir):
     """Its owner has waited longer for a version to be written than it waits for answers: it was
     not asked even once."""
     serve(lambda _request: Acknowledged(3))
-    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
+    trainer = OrchestratorClient(run_dir)
     with Wait(60, lambda *_: None) as wait:
         wait.since -= 3000
         assert wait.left_s() < -2900 and 50 < wait.left_s(time.monotonic()) <= 60
         assert trainer.published(WeightVersion(3, "/weights/000003"), wait) == Acknowledged(3)
 
 
-def test_who_gives_up_waits_for_no_answer(serve, tmp_path):
+def test_who_gives_up_waits_for_no_answer(serve, run_dir):
     server = serve(lambda _request: None)  # never answers
     leaves = threading.Event()
-    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"), leaves.is_set)
+    trainer = OrchestratorClient(run_dir, leaves.is_set)
     wait, given_up = Wait(60, lambda *_: None), []
     version = WeightVersion(3, "/weights/000003")
     for ask in (

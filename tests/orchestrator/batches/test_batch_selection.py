@@ -22,7 +22,6 @@ from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.pipeline import choose, warnings_about
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
-from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch, VersionSpan
@@ -241,7 +240,7 @@ def test_a_length_penalty_gives_equal_rewards_a_signal_and_leaves_the_reward_alo
     assert "reward/e/length_penalty" not in batch_metrics(1, [group(0, 1.0, 0.0)])
 
 
-def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_itself(tmp_path):
+def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_itself(run_dir):
     rules = {
         "a": Rules(ReinforcePlusPlusConfig()),
         "b": Rules(ReinforcePlusPlusConfig(group_baseline=True)),
@@ -263,7 +262,6 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
         g.signal for g in used
     ] == [None, None, True, False, True]
     dropped = [used.pop(3)]
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     state = OrchestratorState(
         tasks=TaskState(next_group=5, issued={}, in_flight=[]),
         settled=[0],
@@ -287,10 +285,8 @@ def test_reinforce_pp_is_final_when_the_batch_is_chosen_each_environment_for_its
     ]
     assert [line["advantage"] for line in lines[8:]] == [0.0] * 3
     metrics = batch_metrics(1, [*used, *dropped])
-    assert (
-        metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1
-        and "rollouts/a/replaced_groups" not in metrics
-    )
+    assert metrics["rollouts/replaced_groups"] == metrics["rollouts/b/replaced_groups"] == 1
+    assert "rollouts/a/replaced_groups" not in metrics
 
 
 def test_what_was_begun_beyond_a_batch_is_counted_and_in_no_mean():
@@ -422,10 +418,8 @@ def test_only_failures():
     )
     cut = group(2, 1.0, 0.0, truncated=True, rules=Rules(mask_truncated=True))
     said = only_failures([good, cut, cut], 4)
-    assert (
-        said.startswith("every answer in the last 2 groups was truncated")
-        and "raise orchestrator.sampling.max_tokens" in said
-    )
+    assert said.startswith("every answer in the last 2 groups was truncated")
+    assert "raise orchestrator.sampling.max_tokens" in said
     assert only_failures([good, cut, failed], 4).endswith(
         "the newest error:\nboom"
     ) and not only_failures([cut, good], 0)

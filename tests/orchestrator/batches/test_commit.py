@@ -451,10 +451,8 @@ def check(world):
     last = world.started()
     last.source.update_solve_rates()
     history = last.pipeline.history
-    assert (
-        sorted(history.without_signal) == sorted(once.without_signal)
-        and history.ranges == once.ranges
-    )
+    assert sorted(history.without_signal) == sorted(once.without_signal)
+    assert history.ranges == once.ranges
     assert {
         task: rate for task, rate in enumerate(last.source.rates["a"]) if rate != UNPLAYED
     } == rates

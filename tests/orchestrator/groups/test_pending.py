@@ -40,11 +40,10 @@ def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, mon
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     log = PendingLog(path)
-    assert (
-        log.load(set(), 9)
-        == [f"{path}: cannot be read (Input/output error); rollouts there are sampled again"]
-        and log.groups == []
-    )
+    assert log.load(set(), 9) == [
+        f"{path}: cannot be read (Input/output error); rollouts there are sampled again"
+    ]
+    assert log.groups == []
 
 
 def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):

@@ -246,10 +246,8 @@ def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_rem
     assert [entry.label for entry in evaluator.due(2, 9)] == ["e"]
     config.orchestrator.eval[0].target = 0.7
     again = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
-    assert (
-        again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7"
-        and again.best["e"] == (True, 0.75, 2)
-    )
+    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7"
+    assert again.best["e"] == (True, 0.75, 2)
 
 
 def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a_target(
@@ -274,10 +272,8 @@ def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a
     again = Evaluator(config, pool, evaluator.envs, StepClock())
     assert evaluator.best["e"] == (True, -4.5, 2) and again.best["e"] == (True, -4.0, 6)
     assert evaluator.reached_target() is again.reached_target() is None
-    assert (
-        "eval e at version 4: 100% of its rollouts failed" in caplog.text
-        and "at version 6" not in caplog.text
-    )
+    assert "eval e at version 4: 100% of its rollouts failed" in caplog.text
+    assert "at version 6" not in caplog.text
 
 
 def test_an_eval_whose_workers_are_lost_is_left_out(world):

@@ -175,10 +175,8 @@ def test_versions_are_needed_only_on_policy(tmp_path, model):
     assert recording.counts[lacking] == 1 and lacking.startswith(
         "do not say which version sampled them"
     )
-    assert (
-        recording.counts[uncompared] == 1
-        and "nothing compares them with the trainer's" in uncompared
-    )
+    assert recording.counts[uncompared] == 1
+    assert "nothing compares them with the trainer's" in uncompared
     with run_error(r"r.jsonl:2: turns\[0\].policy_versions: missing, and max_lag = 0"):
         groups(tmp_path, model, line(), without, max_lag=0)
 
@@ -330,12 +328,10 @@ def test_results_of_the_classic_api(tmp_path, model):
         [5, 7, 8],
         [5, 7, 8, 9, 7, 8],
     ] and first.turns[1].logprobs == [-1.0, -2.0]
-    assert (
-        first.metrics == {"right": 1.0}
-        and first.num_prompt_messages == 1
-        and first.truncated
-        and not first.versions
-    )
+    assert first.metrics == {"right": 1.0}
+    assert first.num_prompt_messages == 1
+    assert first.truncated
+    assert not first.versions
     assert len(second.turns) == 2 and math.isnan(second.turns[0].logprobs[0])
     assert third.error == "Boom()"
     text = row | {"prompt": "1 + 1", "completion": "2"}
@@ -386,17 +382,13 @@ def test_traces_of_the_v1_api(tmp_path, model):
         ([5, 6, 3], [7, 8]),
         ([5, 6, 3, 7, 8, 9, 3], [4]),
     ]
-    assert (
-        solver.turns[1].logprobs == [-3.0]
-        and solver.reward == 0.75
-        and solver.metrics == {"right": 1.0, "short": 0.25, "n": 2.0}
-    )
-    assert (
-        solver.messages == CHAT
-        and solver.num_prompt_messages == 1
-        and solver.agent == "solver"
-        and not other.trainable
-    )
+    assert solver.turns[1].logprobs == [-3.0]
+    assert solver.reward == 0.75
+    assert solver.metrics == {"right": 1.0, "short": 0.25, "n": 2.0}
+    assert solver.messages == CHAT
+    assert solver.num_prompt_messages == 1
+    assert solver.agent == "solver"
+    assert not other.trainable
     assert len(text.turns) == 2 and math.isnan(text.turns[0].logprobs[0])
     assert failed.error == "no answer" and json.dumps(failed.messages)
 

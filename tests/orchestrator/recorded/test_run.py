@@ -92,14 +92,10 @@ def test_batches_have_whole_tasks_in_the_order_of_the_file(tmp_path, model):
     ]
     Merger(settings.run_dir.metrics, lambda: None).merge()
     measured = read_metrics(settings.run_dir.metrics)
-    assert (
-        measured[1, "orchestrator"]["reward/mean"] == 0.5
-        and measured[2, "orchestrator"]["lag/max"] == 1
-    )
-    assert (
-        measured[2, "orchestrator"]["rollouts/finished"] == 11
-        and measured[2, "orchestrator"]["rollouts/trained"] == 5
-    )
+    assert measured[1, "orchestrator"]["reward/mean"] == 0.5
+    assert measured[2, "orchestrator"]["lag/max"] == 1
+    assert measured[2, "orchestrator"]["rollouts/finished"] == 11
+    assert measured[2, "orchestrator"]["rollouts/trained"] == 5
 
 
 @pytest.mark.parametrize("done", [0, 1, 2, 3])

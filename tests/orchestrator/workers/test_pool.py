@@ -137,12 +137,10 @@ def test_a_poison_environment_is_lost_alone(tmp_path, model, monkeypatch):
     rewards, lost, failed = run(
         tmp_path, model, work, ("good", {}, ""), ("poison", {"how": "poison"}, "")
     )
-    assert (
-        rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        and told == list(lost.items())
-        and list(lost) == ["poison"]
-        and not failed
-    )
+    assert rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert told == list(lost.items())
+    assert list(lost) == ["poison"]
+    assert not failed
     lines = (tmp_path / "spans" / "worker-good-0.jsonl").read_bytes().splitlines()
     spans = [line for line in map(DECODER.decode, lines) if isinstance(line, Span)]
     assert {name: sum(span.name == name for span in spans) for name in ("play", "score")} == {

@@ -102,12 +102,10 @@ def test_what_read_names_is_seen_and_nothing_else_that_a_setting_says(work, run)
         f"cat corpus/one way/rows ../data/rows; ls {work} {work.parent} //etc/shadow; echo x "
         "> /tmp/mine && echo written",
     )
-    assert (
-        "text" * 3 in found
-        and "secret" not in found
-        and "shadow" not in found
-        and found.endswith("written\n")
-    )
+    assert "text" * 3 in found
+    assert "secret" not in found
+    assert "shadow" not in found
+    assert found.endswith("written\n")
     told = view(setup_of(read=("corpus/one",)), run)
     assert f"{work}/corpus/one" in told and str(Path(sys.prefix)) in told
 
@@ -217,10 +215,8 @@ def test_the_folder_of_all_runs_is_hidden_whole(work, run):
     """By any way it would be seen: runs that start later are below it."""
     (work.parent / "link").symlink_to(work)
     outer = box_of(run, read=(f"{work.parent}/link", str(work)))
-    assert (
-        outer.hidden >= {work / "outputs", work.parent / "link/outputs"}
-        and not outer.hidden & outer.read
-    )
+    assert outer.hidden >= {work / "outputs", work.parent / "link/outputs"}
+    assert not outer.hidden & outer.read
     assert box_of(run, id="./folder").hidden == {run}, "what is not seen needs no mount"
 
 

@@ -144,11 +144,11 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
 
 
 def test_the_disk_that_versions_take_at_most_is_what_the_estimate_says(
-    tmp_path, tied_folder, monkeypatch
+    tmp_path, run_dir, tied_folder, monkeypatch
 ):
     """Two are written while an older one cannot be deleted yet, as the disk is slow to make the
     newer durable: it was short by two."""
-    run_dir, slow = RunDir(tmp_path, tmp_path / "weights"), threading.Event()
+    slow = threading.Event()
     slow.set()
     monkeypatch.setattr("rl.trainer.store.publisher.make_durable", lambda path: slow.wait(60))
     publisher = Publisher(run_dir, WeightsConfig(keep_last=2), None, Wait(10, nothing))

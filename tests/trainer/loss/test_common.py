@@ -315,9 +315,9 @@ def test_extreme_values_stay_finite(name):
     for sign in (1.0, -1.0, 0.0):
         inputs = inputs_of(trainer, sampler, [sign] * 504, [1, 1, 2, 500], **more)
         terms, gradient = run(inputs, config)
-        assert (
-            terms.loss.isfinite().all() and gradient.isfinite().all() and terms.kl.isfinite().all()
-        )
+        assert terms.loss.isfinite().all()
+        assert gradient.isfinite().all()
+        assert terms.kl.isfinite().all()
         assert terms.reference_kl.isfinite().all()
         assert not gradient[masked_tokens(inputs, config, log_ratio(inputs).detach())].any()
 
@@ -330,10 +330,8 @@ def test_on_policy_every_loss_has_the_gradient_of_reinforce(name, exact):
     config = replace_config(EVERY[name], kl_tau=0.0, **dict.fromkeys(masks, (1.0, 1.0)))
     logprobs, advantages = [-1.0, -2.0, -0.5], [0.5, 0.5, -2.0]
     terms, gradient = run(inputs_of(logprobs, logprobs, advantages, [2, 1]), config)
-    assert (
-        gradient.tolist() == pytest.approx([-a for a in advantages])
-        and terms.ratio.tolist() == [1.0] * 3
-    )
+    assert gradient.tolist() == pytest.approx([-a for a in advantages])
+    assert terms.ratio.tolist() == [1.0] * 3
     assert not terms.without_gradient.any() and terms.kl.tolist() == [0.0] * 3
 
 
@@ -343,11 +341,9 @@ def test_a_ratio_on_the_bound_of_a_clip_has_its_gradient(kind):
     for trainer, sampler, advantage, ratio in ((half, 0.0, -1.0, 0.5), (0.0, half, 1.0, 2.0)):
         inputs = inputs_of([trainer], [sampler], [advantage], dtype=torch.float64)
         terms, gradient = run(inputs, loss_config(kind, clip_low=0.5, clip_high=1.0))
-        assert (
-            terms.ratio.item() == ratio
-            and gradient.item() == -advantage * ratio
-            and not terms.without_gradient.any()
-        )
+        assert terms.ratio.item() == ratio
+        assert gradient.item() == -advantage * ratio
+        assert not terms.without_gradient.any()
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -407,11 +403,9 @@ def test_the_custom_loss_of_the_documentation(tmp_path, monkeypatch):
     config = loss_config("custom", function="my_loss.py:topr", args={"high": 1.0})
     assert not list(check_loss(config))
     loss, gradient, clipped = literals(config, [-1, -1, -3], [-2.0] * 3, [2.0, -2.0, -2.0])
-    assert (
-        gradient == pytest.approx([-2, 2, 2 / E])
-        and loss == pytest.approx([2, -2, -6 / E])
-        and clipped == [False] * 3
-    )
+    assert gradient == pytest.approx([-2, 2, 2 / E])
+    assert loss == pytest.approx([2, -2, -6 / E])
+    assert clipped == [False] * 3
 
 
 NONE = "torch.zeros(2, dtype=torch.bool)"
@@ -461,10 +455,8 @@ def test_a_broken_custom_loss_is_named_with_file_and_line_and_not_tried_again(
             inputs_of([-1.0, -3.0], [-1.0, -1.0], [1.0, 2.0]),
             loss_config("custom", function=f"{path}:f"),
         )
-    assert (
-        str(error.value).startswith(f"trainer.loss.function {path}:f {said}")
-        and error.value.exit_code == GIVE_UP
-    )
+    assert str(error.value).startswith(f"trainer.loss.function {path}:f {said}")
+    assert error.value.exit_code == GIVE_UP
     assert f"(at {path}:{5 if 'raised' in said else 4}); " in str(error.value)
 
 

@@ -83,10 +83,8 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     model = model_of(LlamaConfig(**LLAMA))
     whole = work_of(model)
     model.requires_grad_(False)
-    assert (
-        work_of(model).per_token == whole.per_token * 4 // 6
-        and work_of(model).per_key == whole.per_key
-    )
+    assert work_of(model).per_token == whole.per_token * 4 // 6
+    assert work_of(model).per_key == whole.per_key
 
 
 def test_utilisation_is_of_the_whole_step_and_of_known_devices(world, monkeypatch):
@@ -104,10 +102,8 @@ def test_utilisation_is_of_the_whole_step_and_of_known_devices(world, monkeypatc
         device=SimpleNamespace(type="cuda"), size=1, reduce=lambda values, _: values
     )
     metrics = performance(packed, SimpleNamespace(step_s=2.0), work, "bfloat16", gpu)
-    assert (
-        metrics["perf/mfu"] == pytest.approx(2 * work.of(micro_batch) / 2.0 / 989e12)
-        and metrics["perf/peak_memory_gib"] == 1.5
-    )
+    assert metrics["perf/mfu"] == pytest.approx(2 * work.of(micro_batch) / 2.0 / 989e12)
+    assert metrics["perf/peak_memory_gib"] == 1.5
     assert "perf/mfu" not in performance(packed, SimpleNamespace(step_s=2.0), work, "float32", gpu)
     # of which the names of known devices are beginnings
     for other, peak in (("H100 PCIe", 756e12), ("GeForce RTX 4090 D", None)):

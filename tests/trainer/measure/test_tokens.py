@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from rl.config.trainer import TokenLogConfig
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import hold_role
-from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.paths import numbers
 from rl.run_dir.token_log import CLIPPED, LATER, MASKED, read_token_log, write_token_log
 from rl.trainer.measure.tokens import TokenFiles
 from tests.bounds import OPERATIONS, rounding
@@ -70,8 +70,7 @@ def columns(length: int) -> dict[str, np.ndarray]:
     return {"trainer_logprobs": np.zeros(length, np.float32), "flags": np.zeros(length, np.uint8)}
 
 
-def test_the_oldest_files_go_first_and_a_step_that_is_trained_again_counts_once(tmp_path):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
+def test_the_oldest_files_go_first_and_a_step_that_is_trained_again_counts_once(run_dir):
     lease = hold_role(run_dir.lock("trainer"))
     write_token_log(run_dir.tokens(1), columns(1000))
     files = TokenFiles(run_dir, TokenLogConfig(max_gib=16_000 / 2**30))

@@ -311,10 +311,8 @@ def test_padding_goes_where_the_last_token_goes():
     assert len(filled.routes) == len(filled.input_ids) == 256 and filled.padding == 256 - len(
         routes
     )
-    assert (
-        torch.equal(filled.routes[: len(routes)], routes)
-        and (filled.routes[len(routes) :] == routes[-1]).all()
-    )
+    assert torch.equal(filled.routes[: len(routes)], routes)
+    assert (filled.routes[len(routes) :] == routes[-1]).all()
 
 
 def test_a_batch_without_routes_ends_a_run_that_replays_them(folder, world, tmp_path):

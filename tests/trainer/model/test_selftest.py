@@ -61,11 +61,9 @@ def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(
     samples, absolute positions, caps and sinks."""
     model = policy(folder(family), world)
     said = "".join(capfd.readouterr())
-    assert (
-        f"trainer.attention: {mode} for " in said
-        and because in said
-        and ("WARNING" in said) == (mode != "blocks")
-    )
+    assert f"trainer.attention: {mode} for " in said
+    assert because in said
+    assert ("WARNING" in said) == (mode != "blocks")
     assert mode_of(model) == mode and work_of(model).per_token > 0
     found = backward(model, world, branching_batch(), max_tokens=4096 * (mode != "unpacked"))
     assert len(found[1]) > 100

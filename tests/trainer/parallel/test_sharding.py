@@ -134,10 +134,8 @@ def test_every_rank_hears_of_the_damage_that_one_has_read(results):
 def test_every_rank_refuses_a_policy_that_is_wrong_on_one(results):
     """Rank 0 tested a model of its own, and the others none."""
     said = {(results / f"refusal-{rank}.txt").read_text() for rank in range(2)}
-    assert (
-        len(said) == 1
-        and "cannot be trained: no mode matches each sample computed alone (blocks: " in said.pop()
-    )
+    assert len(said) == 1
+    assert "cannot be trained: no mode matches each sample computed alone (blocks: " in said.pop()
 
 
 def test_every_rank_says_how_the_nodes_differ(results):
@@ -149,10 +147,8 @@ def test_every_rank_says_how_the_nodes_differ(results):
             == "ranks [1] have a different configuration from rank 0; start every node with the "
             "same file and flags"
         )
-        assert (
-            said[2].startswith("ranks [1] do not see rank 0's run directory")
-            and "a file system that all nodes share" in said[2]
-        )
+        assert said[2].startswith("ranks [1] do not see rank 0's run directory")
+        assert "a file system that all nodes share" in said[2]
     assert not list(results.glob("run*/.ranks-*"))
 
 

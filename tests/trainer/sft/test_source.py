@@ -331,10 +331,8 @@ def test_a_grace_that_ends_in_the_validation_loses_only_that(straight, tmp_path,
     assert [step for step, _ in read_metrics(config.run_dir.metrics)] == [0, 1, 2, 3]
     run_trainer(config)
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    assert (
-        list(mine) == list(whole)
-        and mine[3, "trainer"]["loss/mean"] == whole[3, "trainer"]["loss/mean"]
-    )
+    assert list(mine) == list(whole)
+    assert mine[3, "trainer"]["loss/mean"] == whole[3, "trainer"]["loss/mean"]
     assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 6]
 
 

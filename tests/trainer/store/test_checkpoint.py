@@ -212,11 +212,11 @@ def test_another_model_is_refused(trained, world, tmp_path):
 
 
 def test_a_checkpoint_is_written_while_the_model_trains_on(
-    trained, tied_folder, world, tmp_path, monkeypatch
+    trained, tied_folder, world, run_dir, monkeypatch
 ):
     """What is saved is the state at the call; the next save waits for it, and an error comes
     with the next call."""
-    run_dir, release = RunDir(tmp_path, tmp_path / "weights"), threading.Event()
+    release = threading.Event()
     write = checkpoint.write
 
     def slow(*args):
