@@ -27,6 +27,7 @@ from rl.wire.inference_client import InferenceLostError
 from rl.wire.worker_messages import Endpoint, EnvSpec
 from tests.envs.openai_server import openai_server
 from tests.envs.stub_policy import StubPolicy, call, order, played, text
+from tests.models.conversations import assistant, system, user
 from tests.raised import run_error
 
 NAN = float("nan")
@@ -52,7 +53,7 @@ def single(*funcs, weights=None, kind=vf.SingleTurnEnv, **options):
 
 class Chatty(vf.MultiTurnEnv):
     async def env_response(self, messages, state, **kwargs):
-        return [{"role": "user", "content": f"and again {len(state['trajectory'])}"}]
+        return [user(f"and again {len(state['trajectory'])}")]
 
 
 def made(load_environment, reply=lambda prompt: "0", *, policy=None, **spec):
@@ -114,7 +115,7 @@ def test_single_turn_keeps_the_turn_exactly():
 
 
 def test_where_the_prompt_ends_is_recorded_with_worked_examples_in_it():
-    shown = [{"role": "user", "content": "say 9"}, {"role": "assistant", "content": "9"}]
+    shown = [user("say 9"), assistant("9")]
     build = lambda **more: made(  # noqa: E731
         lambda: single(kind=Chatty, max_turns=2, few_shot=shown, **more)
     )
@@ -188,10 +189,10 @@ def test_tools_over_several_turns():
 def test_a_prompt_may_show_tool_calls():
     made_call = {"id": "x", "name": "add", "arguments": '{"a": 2, "b": 1}'}
     shown = [
-        {"role": "user", "content": "2 + 1?"},
-        {"role": "assistant", "content": "", "tool_calls": [made_call]},
+        user("2 + 1?"),
+        assistant("", tool_calls=[made_call]),
         {"role": "tool", "tool_call_id": "x", "content": "3"},
-        {"role": "user", "content": "and now?"},
+        user("and now?"),
     ]
     data = Dataset.from_list([{"prompt": shown, "answer": "0"}])
     env = made(vf.ToolEnv(tools=[add], dataset=data, rubric=rubric()))
@@ -219,7 +220,7 @@ def test_completion_style_continues_the_text():
     assert text(second.prompt_ids) == "^Once upon\x03 Then"
     assert contents(rollout) == ["Once", " upon", " Then", " upon"]
     assert check_prompts(made(build, policy=StubPolicy(str, max_model_len=10)), 6) is None
-    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    chat = [system("a"), user("b")]
     assert completion_prompt(chat) == "a\n\nb"
 
 
@@ -466,7 +467,7 @@ def test_policy_failures_have_their_causes():
 
     build = lambda: single(kind=Forgets, max_turns=2)  # noqa: E731
     assert len(rollout_of(build).turns.chains) == 2  # no failure, but a new sample
-    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
+    image = [user([{"type": "image_url", "image_url": {"url": "data:"}}])]
     env = made(single(dataset=Dataset.from_list([{"prompt": image, "answer": ""}])))
     assert only(played(env)).cause == "environment"
     assert "take the image out" in check_prompts(env, 1)
@@ -561,7 +562,7 @@ def test_an_answer_of_an_endpoint_is_scored_like_one_of_the_own_policy(said):
 @pytest.mark.parametrize("style", ["chat", "completion"])
 def test_an_endpoint_that_answers_something_else_is_quoted(style):
     """Regression: a ValidationError's text, or an AttributeError's."""
-    prompt = "Once" if style == "completion" else [{"role": "user", "content": "Once"}]
+    prompt = "Once" if style == "completion" else [user("Once")]
     data = Dataset.from_list([{"prompt": prompt, "answer": ""}])
     html = web.Response(text="<html>Sign in to Proxy</html>", content_type="text/html")
     for said in (html, web.json_response({"error": {"message": "Sign in to Proxy"}})):
@@ -694,7 +695,7 @@ def test_description_and_tasks_are_plain():
     assert about["metrics"][:2] == ["num_turns", "total_tool_calls"]
     assert [tool["name"] for tool in about["tools"]] == ["add", "fail"]
     task = env.task("train", 1)
-    assert task["prompt"][-1] == {"role": "user", "content": "say 1"}
+    assert task["prompt"][-1] == user("say 1")
     assert task["answer"] == "5" and len(task["tools"]) == 2
 
 
@@ -725,9 +726,9 @@ def test_wire_form_of_every_kind_of_message():
     plain = {"id": "1", "name": "f", "arguments": "{}"}
     wired = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     for said in (vf.ToolCall(**plain), json.dumps(plain), wired):
-        message = chat_message({"role": "assistant", "content": None, "tool_calls": [said]})
-        assert message == {"role": "assistant", "content": "", "tool_calls": [wired]}
-    assert chat_message(vf.TextMessage(content="t")) == {"role": "user", "content": "t"}
+        message = chat_message(assistant(None, tool_calls=[said]))
+        assert message == assistant("", tool_calls=[wired])
+    assert chat_message(vf.TextMessage(content="t")) == user("t")
     assert error_text(vf.ModelError()) == "ModelError"
 
 

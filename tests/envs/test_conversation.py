@@ -10,16 +10,13 @@ from rl.envs.classic.client import TextConversation
 from rl.envs.policy import Conversation, RolloutError
 from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy, text
+from tests.models.conversations import assistant, user
 
 SAMPLING = {"max_tokens": 64, "temperature": 1.0}
 
 
 def answer(chat, prompt, **overrides):
     return asyncio.run(chat.answer(prompt, None, overrides))
-
-
-def said(role, content):
-    return {"role": role, "content": content}
 
 
 def sent(policy):
@@ -30,9 +27,9 @@ def test_a_long_chat_is_kept_once():
     policy = StubPolicy(lambda prompt: "answer", max_model_len=100_000)
     chat, messages = Conversation(policy, 0, SAMPLING), []
     for number in range(200):
-        messages.append(said("user", f"question {number}"))
+        messages.append(user(f"question {number}"))
         answer(chat, messages)
-        messages.append(said("assistant", "answer"))
+        messages.append(assistant("answer"))
     assert len(chat.history[-1].messages) == 400
     assert len({id(message) for past in chat.history for message in past.messages}) == 400
     assert [turn.prompt_ids for turn in chat.turns] == sent(policy)
@@ -43,12 +40,12 @@ def test_a_long_chat_is_kept_once():
 def test_routes_are_kept_once_for_each_token():
     policy = StubPolicy(lambda prompt: "answer")
     chats = [Conversation(policy, 0, SAMPLING) for _ in range(2)]
-    messages = [said("user", "question")]
+    messages = [user("question")]
     answer(chats[0], messages)
     policy.spec.routes = True
     for _ in range(3):
         content = answer(chats[1], messages)[1].content
-        messages += [said("assistant", content), said("user", "next")]
+        messages += [assistant(content), user("next")]
     asked = [call["sampling"].get("routes") for call in policy.servers.asked]
     assert asked == [None, True, True, True] and not chats[0].turns[0].routes
     (chain,) = chats[1].turns.chains
@@ -60,7 +57,7 @@ def test_words_that_the_assistant_has_begun_are_not_closed():
     chat = Conversation(StubPolicy(lambda prompt: "answer"), 0, SAMPLING)
     refused = "end with the assistant's words, which are not continued"
     with pytest.raises(RolloutError, match=refused) as raised:
-        answer(chat, [said("user", "question"), said("assistant", "The answer is")])
+        answer(chat, [user("question"), assistant("The answer is")])
     assert raised.value.cause == "environment"
 
 
@@ -71,12 +68,12 @@ def test_branches_continue_the_turn_that_they_leave(seed):
     draw, turns = random.Random(seed), Turns()
     policy = StubPolicy(lambda prompt: random.Random(prompt).choice(["yes", "no"]))
     chats = [Conversation(policy, 0, SAMPLING, turns) for _ in range(2)]
-    told = [[[said("user", "begin")]] for _ in chats]
+    told = [[[user("begin")]] for _ in chats]
     for _ in range(20):
         i = draw.randrange(2)
         messages = draw.choice(told[i])
         content = answer(chats[i], messages)[1].content
-        told[i].append([*messages, said("assistant", content), said("user", draw.choice("ab"))])
+        told[i].append([*messages, assistant(content), user(draw.choice("ab"))])
     assert [turn.prompt_ids for turn in turns] == sent(policy)
     for asked in map(text, sent(policy)):
         assert asked.endswith("assistant: ") and asked.count("begin") == 1
@@ -104,13 +101,13 @@ def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides
         for kind in (Conversation, TextConversation)
     )
 
-    asked = [said("user", "q")]
+    asked = [user("q")]
     turns = []
     for one, prompt in ((chat, asked), (talk, "q")):
         turn, answered = answer(one, prompt, **overrides)
         assert answered.content == content and text(turn.completion_ids) == "<a>3</a>;\x03"
         turns.append(turn)
-    after, _ = answer(chat, [*asked, said("assistant", content), *asked], **overrides)
+    after, _ = answer(chat, [*asked, assistant(content), *asked], **overrides)
     assert after.prompt_ids[: len(turns[0].token_ids)] == turns[0].token_ids
     turn, _ = answer(talk, f"q{content}!", **overrides)
     assert text(turn.prompt_ids) == f"q{content}!", "a text that was not sampled is encoded"
@@ -127,7 +124,7 @@ def test_each_turn_of_a_seeded_conversation_has_a_seed_of_its_own_and_again_the_
 
         for turn in range(3):
             text = "a" + "yesa" * turn
-            answer(chat, text if kind is TextConversation else [said("user", text)])
+            answer(chat, text if kind is TextConversation else [user(text)])
         return [call["sampling"].get("seed") for call in policy.servers.asked]
 
     assert seeds(7) == seeds(7) and len({*seeds(7), *seeds(8)}) == 6
@@ -145,7 +142,7 @@ def test_requests_of_one_conversation_at_once_have_seeds_of_their_own(kind):
 
     policy = StubPolicy(lambda prompt: later())
     chat = kind(policy, 0, SAMPLING, Turns(), seed=7)
-    prompt = "a" if kind is TextConversation else [said("user", "a")]
+    prompt = "a" if kind is TextConversation else [user("a")]
 
     async def vote():
         await asyncio.gather(*(chat.answer(prompt, None, {}) for _ in range(5)))

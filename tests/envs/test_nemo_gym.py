@@ -15,6 +15,7 @@ from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import answer_digest
 from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
+from tests.models.conversations import assistant, user
 from tests.raised import run_error
 from tests.web import WebServer
 
@@ -247,8 +248,8 @@ def test_a_row_goes_to_the_agent_that_it_names_with_our_sampling(tmp_path):
         "max_tool_calls": 2,
     }
     assert rollout.messages == [
-        {"role": "user", "content": "task 1"},
-        {"role": "assistant", "content": "speller"},
+        user("task 1"),
+        assistant("speller"),
     ]
 
 
@@ -285,15 +286,14 @@ def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
     ]
     function = {"name": "add", "arguments": '{"a": 1}'}
     assert rollout.messages == [
-        {"role": "user", "content": "task 0"},
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "hm",
-            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-        },
+        user("task 0"),
+        assistant(
+            "",
+            reasoning_content="hm",
+            tool_calls=[{"id": "c1", "type": "function", "function": function}],
+        ),
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
-        {"role": "assistant", "content": "two"},
+        assistant("two"),
     ]
     # difficulty came with the row
     assert (rollout.reward, rollout.metrics) == (0.5, {"accuracy": 1.0, "overlap": 0.25})
@@ -471,5 +471,5 @@ def test_splits_and_tasks(tmp_path):
     env = make(tmp_path, SimpleNamespace(port=9), ("adder", "adder"), eval_dataset=held_out)
     assert (env.num_tasks("train"), env.num_tasks("eval")) == (2, 1)
     task = env.task("train", 1)
-    assert (task["prompt"], task["answer"]) == ([{"role": "user", "content": "task 1"}], 1)
+    assert (task["prompt"], task["answer"]) == ([user("task 1")], 1)
     assert env.describe()["rows of each agent"] == {"adder": 2}

@@ -12,6 +12,7 @@ from rl.models.tables import load_table
 from rl.system.functions import load_function
 from rl.wire.worker_messages import EnvSpec
 from tests.envs.stub_policy import StubPolicy, played
+from tests.models.conversations import assistant, system, user
 from tests.raised import run_error
 
 REWARDS = """
@@ -36,11 +37,11 @@ TEXT, IMAGE = (
     {"type": "text", "text": "What is it?"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
 )
-ASKED = [{"role": "user", "content": "a"}]
+ASKED = [user("a")]
 
 
 def asking(content):
-    return [{"prompt": [{"role": "user", "content": content}]}]
+    return [{"prompt": [user(content)]}]
 
 
 @pytest.fixture
@@ -101,11 +102,11 @@ def test_columns_and_info_reach_the_function_and_groups_are_scored(folder):
 
 
 def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
-    chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "a"}]
+    chat = [system("Own."), user("a")]
     tools = [
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "c"},
-        {"role": "user", "content": "d"},
+        user("b"),
+        assistant("c"),
+        user("d"),
     ]
     write(
         folder / "mixed.jsonl",
@@ -125,7 +126,7 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
 
 def called(name, arguments):
     call = {"function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return assistant("", tool_calls=[call])
 
 
 @pytest.mark.parametrize(
@@ -166,8 +167,8 @@ def called(name, arguments):
             [
                 {
                     "prompt": [
-                        {"role": "user", "content": "a"},
-                        {"role": "assistant", "content": "It is"},
+                        user("a"),
+                        assistant("It is"),
                     ],
                     "answer": "1",
                 }
@@ -175,7 +176,7 @@ def called(name, arguments):
             r"bad\.jsonl:1: prompt: ends with the assistant's words, which are not continued",
         ),
         (
-            [{"prompt": [called("f", "a=1"), {"role": "user", "content": "a"}], "answer": "1"}],
+            [{"prompt": [called("f", "a=1"), user("a")], "answer": "1"}],
             r"bad\.jsonl:1: prompt\[0\]: the arguments of f are a text; give an object",
         ),
         ([ROW, ROW | {"info": "see page 3"}], r"bad\.jsonl:2: info: a text that is not JSON"),
@@ -322,9 +323,9 @@ def test_values_arrive_as_they_were_written(seen):
     rows = [
         {
             "prompt": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "user", "content": "b"},
+                user("a"),
+                assistant(None, tool_calls=[call]),
+                user("b"),
             ],
             "answer": answer,
             "example_id": f"id-{answer}",

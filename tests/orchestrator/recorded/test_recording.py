@@ -11,15 +11,16 @@ from rl.orchestrator.recorded.lines import Converter, RecordedTurn
 from rl.orchestrator.recorded.recording import read
 from rl.system.errors import RunError
 from rl.wire.rollouts import Group, Rollout, rollout_lines
+from tests.models.conversations import assistant, user
 from tests.orchestrator.recorded.lines import config, line, turn, write
 from tests.raised import run_error
 
 VOCABULARY = 259
 CHAT = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "sure?"},
-    {"role": "assistant", "content": "yes"},
+    user("1 + 1?"),
+    assistant("2"),
+    user("sure?"),
+    assistant("yes"),
 ]
 
 
@@ -113,7 +114,7 @@ def groups(tmp_path, model, *lines, **settings):
             "turns[0].completion_ids[1]: 2147483648 is not in the model's vocabulary",
         ),
         (
-            {"messages": [{"role": "user", "content": "\ud83d"}]},
+            {"messages": [user("\ud83d")]},
             r"messages: \ud83d is half of a character and cannot be written",
         ),
         ({"env": "\ud83d"}, r"env: \ud83d is half of a character and cannot be written"),
@@ -276,10 +277,7 @@ def test_the_temperature_is_that_of_the_trained(tmp_path, model):
 
 
 def test_without_a_task_equal_prompts_are_one(tmp_path, model):
-    lines = [
-        line() | {"task": None, "messages": [{"role": "user", "content": text}, CHAT[1]]}
-        for text in ("a", "b", "a")
-    ]
+    lines = [line() | {"task": None, "messages": [user(text), CHAT[1]]} for text in ("a", "b", "a")]
     lines += [line() | {"task": None, "turns": [turn(prompt)]} for prompt in ((1,), (2,), (1,))]
     assert [len(group.rollouts) for group in groups(tmp_path, model, *lines).groups] == [2, 1, 2, 1]
     named = groups(tmp_path, model, line("x"), line("y"), line("x")).groups
@@ -428,7 +426,7 @@ def test_the_temperature_of_a_trace(tmp_path, model, heats, expected):
 
 def test_rows_of_two_environments_are_told_apart_or_told(tmp_path, model):
     """Regression: two environments number their tasks alike, and were compared with each other."""
-    asked = [{"role": "user", "content": text} for text in ("1 + 1?", "the capital of France?")]
+    asked = [user(text) for text in ("1 + 1?", "the capital of France?")]
     rows = [
         {
             "example_id": 0,
