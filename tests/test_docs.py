@@ -26,11 +26,11 @@ from rl.config.command_line import (
     build,
     load_config_or_exit,
     parse_args,
+    take,
     to_toml,
 )
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
-from rl.config.options import take
 from rl.config.run import ALIASES, RLConfig
 from rl.launch.children import Children
 

@@ -13,8 +13,8 @@ import pytest
 
 from rl.commands import logs
 from rl.launch import watch
-from rl.run_dir.events import Event, append_event, read_events
 from rl.run_dir.nodes import Jobs, Nodes, RunOver
+from rl.run_dir.spans import Event, append_event, read_events
 from rl.run_dir.status import Staleness
 from tests.cluster.configs import run_config, status_of
 from tests.launch.test_run import FOREVER, Run

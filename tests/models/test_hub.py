@@ -8,7 +8,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from rl.config.sft import SftConfig
+from rl.config.kinds import SftConfig
 from rl.models import hub
 from rl.trainer.sft.rows import DataSource, hub_rows
 from tests.models.hub_stub import TOKEN, HubStub

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import rl.trainer.main
+import rl.trainer.train
 from rl.commands import serve_process
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
@@ -22,7 +23,7 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import CANNOT_WRITE, DAMAGED, GIVE_UP, WRONG_SETTINGS
-from rl.trainer.measure import tokens
+from rl.trainer.measure import statistics
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
@@ -203,6 +204,33 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
         assert ours.read_bytes() == theirs.read_bytes(), version
 
 
+def killed_beside_the_line_of_step_2():
+    """The process is killed where it would write the line, once a checkpoint of the step is
+    there, if one is being written; otherwise after that line."""
+    log = rl.trainer.train.Trainer.log
+
+    def slow(trainer, *args):
+        if trainer.step == 2:
+            trainer.saver.finish()
+            if trainer.saver.step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        log(trainer, *args)
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rl.trainer.train.Trainer.log = slow
+
+
+def test_no_checkpoint_comes_before_its_line_of_metrics(tied_folder, tmp_path):
+    """A run resumed from it does not train its step again, so the line would be lost."""
+    config = make_config(tmp_path, tied_folder)
+    with StubOrchestrator(config.run_dir, batches()):
+        hook = "tests.trainer.test_main:killed_beside_the_line_of_step_2"
+        run_trainer(config, -signal.SIGKILL, hook)
+        run_trainer(config)
+    assert {step for step, _ in read_metrics(config.run_dir.metrics)} == set(range(1, STEPS + 1))
+
+
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_folder, tmp_path):
     """The other one ends at once, and the next start makes the version that was begun."""
     config = make_config(tmp_path, tied_folder)
@@ -270,7 +298,7 @@ def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
     with orchestrator:
         output = run_trainer(config, GIVE_UP, "tests.trainer.test_main:fill_disk")
     said = (
-        r"trainer: \[Errno 28\] no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free: "
+        r"trainer: \[Errno 28\] no space left: [\d,]+ bytes are needed, [\d,]+ are free: "
         r"'/.*then start again: the run resumes"
     )
     assert re.search(said, output)
@@ -286,9 +314,9 @@ def fail_a_thread():
     if os.environ["RL_TEST_FAILS"] == "saver":
         checkpoint.write = fails
     elif os.environ["RL_TEST_FAILS"] == "token log":
-        tokens.write_token_log = fails
+        statistics.write_token_log = fails
     else:
-        Publisher._is_written = fails
+        Publisher._compare = fails
 
 
 @pytest.mark.parametrize(

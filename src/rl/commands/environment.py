@@ -9,8 +9,7 @@ from rl.commands import homes
 from rl.commands.options import CONCURRENCY, ENDPOINT, POLICY, POLICY_SPECS, load, usage
 from rl.commands.play_session import PlaySession, play_session, run, scratch, write_lines
 from rl.commands.policy_spec import resolve
-from rl.config.command_line import Spelled, fail
-from rl.config.options import options, take
+from rl.config.command_line import Spelled, fail, options, take
 from rl.config.run import RLConfig
 from rl.diagnosis.rollouts import messages_text, plain, rollout_text
 from rl.homes.resolve import Homes, homes_of

@@ -3,10 +3,11 @@ and a table for people."""
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
@@ -20,26 +21,33 @@ from rl.orchestrator.evals.eval_metrics import (
     pass_at_k,
 )
 from rl.run_dir.files import write_file
-from rl.run_dir.metric_names import PASS
+from rl.run_dir.metrics import PASS
 from rl.system.errors import RunError
 from rl.system.terminal import say, table, visible, with_error
 from rl.wire.rollouts import Split
 
 Part = dict[str, Any]
+NUMBERS = ("example_id", "idx")
+"""Fields of a task that only tell its place among the others."""
 
 
-def eval_part(entry: EvalConfig, split: Split, sampling: dict[str, Any], results: Results) -> Part:
-    """Returns the report of one policy on one evaluation. `examples` holds all that a later
-    comparison needs."""
-    path, rewards = Path(entry.eval_dataset or entry.dataset or ""), example_rewards(results)
+def eval_part(
+    entry: EvalConfig,
+    split: Split,
+    sampling: dict[str, Any],
+    results: Results,
+    tasks: list[dict[str, Any]],
+) -> Part:
+    """Returns the report of one policy on one evaluation, whose `tasks` are in the order of their
+    numbers. `examples`, by the digest of their task, holds all that a later comparison needs."""
+    names, rewards = digests(tasks), example_rewards(results)
     examples, fields = {}, EvalConfig.model_fields
     for task, rollouts in results:
         plays = episodes(rollouts)
+        scores = {"reward": rewards[task], "samples": len(plays)}
         solved = sum(play.solved for play in plays)
-        examples[str(task)] = {"reward": rewards[task], "samples": len(plays), "solved": solved}
+        examples[names[task]] = {"task": task, **scores, "solved": solved}
     source = {key: value for key, value in entry.source.items() if value != fields[key].default}
-    if path.expanduser().is_file():
-        source["rows_crc32"] = crc32(path.expanduser().read_bytes())
     metrics = eval_metrics(entry.label, results).items()
     return {
         "environment": source,
@@ -50,6 +58,21 @@ def eval_part(entry: EvalConfig, split: Split, sampling: dict[str, Any], results
         "metrics": {key.removeprefix(f"eval/{entry.label}/"): value for key, value in metrics},
         "examples": examples,
     }
+
+
+def digests(tasks: list[dict[str, Any]]) -> list[str]:
+    """Returns a name for the content of each task, wherever it stands among the others; equal tasks
+    are counted. The system prompt is not part of it: two may be compared."""
+    names, counts = list[str](), Counter[str]()
+    for task in tasks:
+        content = {key: value for key, value in task.items() if key not in NUMBERS}
+        if isinstance(prompt := task.get("prompt"), list):
+            content["prompt"] = [message for message in prompt if message["role"] != "system"]
+        text = json.dumps(content, sort_keys=True).encode()
+        name = blake2b(text, digest_size=8).hexdigest()
+        counts[name] += 1
+        names.append(f"{name}-{counts[name]}")
+    return names
 
 
 def finished_report(spec: str) -> dict[str, Any] | None:
@@ -79,12 +102,12 @@ def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
     `seed` is the seed of the bootstrap.
     """
     both = (ours["examples"], theirs["examples"])
-    common = sorted(set(both[0]) & set(both[1]), key=int)
+    common = sorted(set(both[0]) & set(both[1]))
     if not common:
         return {}
 
     def gap(value: Callable[[dict[str, Any]], float]) -> Difference:
-        return difference(*({int(t): value(part[t]) for t in common} for part in both), seed)
+        return difference(*({task: value(part[task]) for task in common} for part in both), seed)
 
     gaps = {"reward_mean": gap(lambda example: example["reward"])}
     smallest = min(part[task]["samples"] for part in both for task in common)
@@ -135,7 +158,7 @@ def warn_of_differences(label: str, ours: Part, theirs: Part) -> None:
     if counts != [len(common)] * 2:
         say(
             f"warning: eval {label}: {counts[0]} and {counts[1]} examples; the {len(common)} "
-            "common ones are compared"
+            "that both have are compared"
         )
 
 

@@ -18,11 +18,9 @@ from rl.commands.options import (
 )
 from rl.commands.play_session import PlaySession, play_session, run, task_count
 from rl.commands.policy_spec import PolicySource, check_policy, resolve
-from rl.config.command_line import CommandLine, fail
-from rl.config.options import options
+from rl.config.command_line import CommandLine, fail, options
 from rl.config.orchestrator import EnvSource, EvalConfig
-from rl.config.quick import shrink
-from rl.config.run import RLConfig
+from rl.config.run import RLConfig, shrink
 from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.orchestrator.evals.eval_metrics import Results, write_eval
@@ -158,10 +156,13 @@ async def evaluate_policy(
     from rl.orchestrator.workers.pool import PlayJob
 
     config, jobs, splits = session.config, list[PlayJob](), dict[str, Split]()
+    tasks = dict[str, list[dict[str, Any]]]()
     entries, names = config.orchestrator.eval, eval_workers(config)
     for entry in entries:
         label, env = entry.label, names[entry.label]
         splits[label], size = split_of(entry, session.ready[env])
+        num_tasks = num_examples(entry, size)
+        tasks[label] = await session.tasks(env, splits[label], num_tasks)
         jobs += [
             PlayJob(
                 env,
@@ -172,7 +173,7 @@ async def evaluate_policy(
                 label,
                 derived_seed(config.seed, label, task),
             )
-            for task in range(num_examples(entry, size))
+            for task in range(num_tasks)
         ]
     results: dict[str, Results] = {entry.label: [] for entry in entries}
     async with aclosing(session.play(source.label, jobs, concurrency)) as plays:
@@ -184,7 +185,8 @@ async def evaluate_policy(
         by_task = sorted(results[label], key=lambda result: result[0])
         warn_of_failures(source.label, label, by_task)
         write_eval(folder / f"{label}.jsonl", source.policy_version, label, by_task)
-        reports[label] = eval_part(entry, splits[label], config.sampling_of(entry), by_task)
+        sampling = config.sampling_of(entry)
+        reports[label] = eval_part(entry, splits[label], sampling, by_task, tasks[label])
     return reports
 
 

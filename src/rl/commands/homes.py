@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rl.commands.options import usage
 from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail
+from rl.config.command_line import Option, need_names, options, take
 from rl.config.environment_id import fetched, homes_root, module_name, read_id, requirement_fault
-from rl.config.options import Option, options, take
 from rl.homes.home import delete, read, read_record, read_records, text_of
 from rl.homes.make import ensure, install_record
 from rl.homes.request import Request
@@ -39,9 +38,10 @@ def main(verb: str, args: list[str]) -> int:
     """Runs one of VERBS. Raises RunError."""
     flags = OPTIONS[verb]
     values, rest = take(f"rl env {verb}", args, flags, usage(f"usage: {VERBS[verb]}", flags))
-    most = {"list": 0, "freeze": 2}.get(verb, 1)
-    if not min(most, 1) <= len(rest) <= most or any(word.startswith(("-", "@")) for word in rest):
-        fail(f"rl env {verb}", f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}")
+    numbers = {"list": (0,), "freeze": (1, 2)}.get(verb, (1,))
+    need_names(
+        f"rl env {verb}", rest, numbers, f"usage: {VERBS[verb].splitlines()[0].split('   ')[0]}"
+    )
     if verb == "list":
         return show()
     if verb == "remove":

@@ -8,8 +8,7 @@ from pathlib import Path
 from rl.cluster.submit import is_queued
 from rl.commands.options import open_run
 from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail
-from rl.config.options import option_lines, options, take
+from rl.config.command_line import need_names, option_lines, options, take
 from rl.launch.children import Children
 from rl.launch.watch import LOOK_S, Life
 from rl.run_dir.files import LineReader
@@ -47,11 +46,8 @@ Logs = dict[str, dict[int, Path]]
 def main(args: list[str], children: Children) -> int:
     args = [{"-f": "--follow", "-n": "--lines"}.get(word, word) for word in args]
     values, rest = take("rl logs", args, OPTIONS, HELP)
-    if not 1 <= len(rest) <= 2 or any(word.startswith(("-", "@")) for word in rest):
-        fail(
-            "rl logs",
-            "which run? Give its directory and perhaps a process: rl logs outputs/NAME trainer",
-        )
+    which = "which run? Give its directory and perhaps a process: rl logs outputs/NAME trainer"
+    need_names("rl logs", rest, (1, 2), which)
     root, life = named_run(rest[0]).resolve(), None
     process, node = rest[1] if rest[1:] else "", values["node"]
     view = View(root / "logs", process, node, values["attempt"])

@@ -6,16 +6,27 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from rl.commands.policy_spec import PolicySource, named_run, split_run
+from rl.cluster.submit import tell_model
+from rl.commands.policy_spec import PolicySource, is_url, named_run, split_run
 from rl.config.base import MAX_RUN_NAME
-from rl.config.command_line import CommandLine, fail, load_config_or_exit
+from rl.config.command_line import (
+    CommandLine,
+    Option,
+    fail,
+    load_config_or_exit,
+    need_names,
+    option_lines,
+    options,
+    take,
+    to_toml,
+)
 from rl.config.faults import Spelled
 from rl.config.help import SETTINGS
-from rl.config.options import Option, option_lines, options, take
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.run_dir.paths import RunDir
-from rl.system.errors import ConfigError
+from rl.system.errors import ConfigError, RunError
+from rl.system.linux import bind
 
 (POLICY,) = options("""
 policy SPEC: policy to play; default: the model of the configuration
@@ -75,15 +86,40 @@ def load(
     """Loads a command's configuration and its own flags. Without a file, uses the configuration
     of the run given as policy."""
     values, rest = take(program, args, options)
-    run = split_run(values["policy"]) if values.get("policy") else None
+    policy = values.get("policy") or ""
+    run = split_run(policy)
     if run and not any(word.startswith("@") for word in rest):
         rest = ["@", str(run[0] / "config.toml"), *rest]
+
+    def dry_run(config: RLConfig) -> str:
+        config.sft = config.recorded = None
+        if not is_url(policy) and values.get("rollouts", True):
+            config.model.name = ("" if run else policy) or config.model.name
+            if config.starts_inference:
+                bind(config.inference.host, config.inference.port, "inference.port").close()
+            tell_model(config)
+        return to_toml(config)
+
     config, line = load_config_or_exit(
-        rest, program, variables=os.environ, usage=text, given=preset, optional=optional, plays=True
+        rest,
+        program,
+        variables=os.environ,
+        usage=text,
+        given=preset,
+        optional=optional,
+        dry_run=dry_run,
+        plays=True,
     )
     # these commands play the model, also of a run that has none played
     config.sft = config.recorded = None
     return config, line, values
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raises RunError unless a file or folder can be made there."""
+    parent = next(filter(Path.exists, path.absolute().parents))
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        raise RunError(f"{flag} {path}: {parent} is not a folder that can be written; give another")
 
 
 def runs_given(
@@ -92,13 +128,12 @@ def runs_given(
     """Splits off a command's own flags. Returns their values by key, and the directories of the
     `count` runs that the other arguments name. Exits with code 2 on a fault."""
     values, rest = take(program, args, options, text)
-    if len(rest) != count or any(word.startswith(("-", "@")) for word in rest):
-        which = (
-            "which run? Give only its directory"
-            if count == 1
-            else "which runs? Give two, by directory"
-        )
-        fail(program, f"{which} or name, {program} outputs/NAME; see {program} --help")
+    which = (
+        "which run? Give only its directory" if count == 1 else "which runs? Give two, by directory"
+    )
+    need_names(
+        program, rest, (count,), f"{which} or name, {program} outputs/NAME; {program} --help"
+    )
     try:
         return values, [named_run(word) for word in rest]
     except ConfigError as error:

@@ -10,21 +10,20 @@ from rl.config.command_line import load_config_or_exit
 from rl.config.help import SETTINGS
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
-from rl.launch import devices, roles
+from rl.launch import roles
 from rl.launch.children import Children
 from rl.launch.keeper import Keeper
 from rl.launch.prepare import prepare, refusals
 from rl.launch.roles import Role
-from rl.launch.run import check_ports
+from rl.launch.run import check_ports, on_this_machine
 from rl.run_dir.access_token import run_token
 from rl.run_dir.lease import LEASE_S
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import read_status
 from rl.system.errors import LASTING, RunError
 from rl.system.linux import bind
-from rl.system.machine import machine
 from rl.system.terminal import say
-from rl.tinker.http import KEY_PREFIX
+from rl.tinker.requests import KEY_PREFIX
 
 HELP = f"""Serves the Tinker API over a model: programs that use the tinker SDK train LoRA adapters
 on this machine and sample from them. Prints the address and the key to give them. What clients make
@@ -43,35 +42,28 @@ def main(args: list[str], children: Children) -> int:
     config, line = load_config_or_exit(
         args, "rl serve", variables=os.environ, usage=HELP, given=preset, dry_run=dry_run
     )
-    assert config.serve
+    is_clean = "clean" in line.switches
     config = config.with_absolute_paths()
-    box = machine()
-    warning, division = devices.check_build(config, box), devices.split(config, box)
-    config = devices.write_into(config, division)
-    check_same(config, clean="clean" in line.switches)
-    assert config.serve
+    placement = on_this_machine(config)
+    check_same(config, clean=is_clean)
     check_ports(config)
+    assert config.serve
     sock = bind(config.serve.host, config.serve.port, "serve.port")
     # a process that is started again must be found where it was
     config.serve.port = sock.getsockname()[1]
     sock.close()
-    prepared = prepare(config, resume=None, clean="clean" in line.switches)
+    prepared = prepare(config, resume=None, clean=is_clean)
     run_dir = prepared.run_dir
-    for note in [warning, *(note for note in prepared.notes if "clean" in line.switches)]:
-        if note:
-            say(note)
+    for note in [*placement.notes, *(prepared.notes if is_clean else ())]:
+        say(note)
     keeper = Keeper(config, run_dir, children, say)
     keeper.event("start", "rl", pid=os.getpid())
     try:
         keeper.begin([Role("model", roles.command("model", run_dir, 1), {})])
         while not keeper.finished:
             poll(keeper)
-        inference = [role for role in roles.roles(config, run_dir, division) if role.serves]
-        trainer = Role(
-            NAME, roles.command(NAME, run_dir, 1), division.trainer.env, division.trainer.cores
-        )
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
-        keeper.begin([*inference, trainer])
+        keeper.begin(placement.roles(run_dir))
         watch(keeper, run_dir)
     finally:
         children.stop()

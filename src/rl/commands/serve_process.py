@@ -51,9 +51,9 @@ def run(config: RLConfig) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     from rl.tinker.main import replay, serve
-    from rl.trainer.adapters.learner import AdapterLearner
     from rl.trainer.determinism import conditions, differing_conditions
-    from rl.trainer.measure.memory import keep_to_share
+    from rl.trainer.learner import AdapterLearner
+    from rl.trainer.measure.performance import keep_to_share
     from rl.trainer.model.head import mode_of
     from rl.trainer.parallel.world import start_world
 

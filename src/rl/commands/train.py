@@ -4,9 +4,8 @@ inference."""
 import os
 
 from rl.cluster.submit import dry_run, start
-from rl.config.command_line import fail, load_config_or_exit
+from rl.config.command_line import fail, load_config_or_exit, option_lines, options, take
 from rl.config.help import RESUME, SETTINGS, VIEW
-from rl.config.options import option_lines, options, take
 from rl.launch.children import Children
 from rl.launch.run import resume_command
 

@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rl.config.faults import hint
 from rl.config.fields import default_text, field_tree, models_in, tags, type_name
-from rl.config.hints import hint
 from rl.config.run import RLConfig
-from rl.run_dir.metric_names import METRICS
+from rl.run_dir.metrics import METRICS
 from rl.system.errors import ConfigError
 
 COMMAND_LINES = (

@@ -15,9 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import CommandLine
+from rl.config.command_line import CommandLine, from_toml
 from rl.config.run import RLConfig
-from rl.config.stored import as_written
 from rl.config.trainer import CheckpointConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
@@ -34,7 +33,7 @@ from rl.launch.trackers import Trackers
 from rl.run_dir.lease import LEASE_S, check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.children import STOP_DEADLINE_S, Stopped
 from rl.system.errors import GIVE_UP, LASTING, RunError, system_error
@@ -195,8 +194,6 @@ class RunLoop:
 class Placement:
     """Where the processes of a run are started."""
 
-    config: RLConfig
-    """The configuration with the division of the machines written into it."""
     roles: Callable[[RunDir], list[Role]]
     """Returns the processes that `rl` itself starts."""
     notes: list[str] = field(default_factory=list)
@@ -209,14 +206,10 @@ def on_this_machine(config: RLConfig) -> Placement:
     """Divides this machine between all processes. Raises ConfigError for settings that it cannot
     satisfy."""
     box = machine()
-    with contextlib.suppress(RunError):  # there is no run, or `prepare` says what is wrong with it
-        config = devices.implied_again(config, as_written(config.run_dir.root), box)
     warning, division = devices.check_build(config, box), devices.split(config, box)
-    config = devices.write_into(config, division)
     grace_s = config.cluster.grace_s + EXIT_S if config.cluster else 0.0
     note = warning or devices.unused(config, division, box)
     return Placement(
-        config,
         lambda run_dir: roles.roles(config, run_dir, division),
         [note] if note else [],
         max(STOP_DEADLINE_S, grace_s),
@@ -224,12 +217,17 @@ def on_this_machine(config: RLConfig) -> Placement:
 
 
 def run(
-    prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False
+    config: RLConfig,
+    prepared: Prepared,
+    placement: Placement,
+    children: Children,
+    again: str,
+    view: bool = False,
 ) -> int:
     """Runs everything from the prepared directory to the report. Returns the exit code."""
     from rl.run_dir.numbers import Numbers
 
-    config, run_dir = placement.config, prepared.run_dir
+    run_dir = prepared.run_dir
     loop = RunLoop(config, prepared, children, view)
     code, why = 0, ""
     try:
@@ -239,6 +237,9 @@ def run(
         # anything else starts.
         for name in roles.preparing(config):
             loop.until_finished([Role(name, roles.command(name, run_dir, 1), {})])
+        length = from_toml(run_dir.config).model.max_model_len
+        if length < config.model.max_model_len:
+            loop.say(f"model.max_model_len = {length}: the longest sequence of this model")
         if not config.is_remote:
             loop.tell_disk()
         if config.kind == "sft":
@@ -283,6 +284,9 @@ def run(
                 "elsewhere to continue it"
             )
     elif code:
+        saved, done = max(numbers(run_dir.checkpoints), default=0), loop.console.shown
+        if code > 128 and saved < done:
+            say(f"no checkpoint after step {saved}: a resume trains {saved + 1} to {done} again")
         say(f"resume with: {again}")
     return code
 
@@ -361,7 +365,6 @@ def launch(
     config = config.with_absolute_paths()
     homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
-    config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     if prepared.is_done:
         prepared.lease.close()
@@ -373,7 +376,7 @@ def launch(
     # now: a signal in the middle of NumPy's import would leave it broken for the final report
     import rl.launch.curves  # noqa: F401
 
-    code = run(prepared, placement, children, again, "view" in line.switches)
+    code = run(config, prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
         if config.trainer.checkpoint == CheckpointConfig():  # else somebody wants them

@@ -4,7 +4,7 @@ restart. Also warns of stalls.
     death -> (quarantine, repair) -> start after a back-off;   no progress -> a diagnosis
 
 The processes themselves are started, watched and restarted by the keeper of their machine
-(launch/keeper.py). Every event is a line in `events.jsonl`, see rl/run_dir/events.py.
+(launch/keeper.py). Every event is a line in `events.jsonl`, see rl/run_dir/spans.py.
 """
 
 import os

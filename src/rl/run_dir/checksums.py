@@ -30,10 +30,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl.run_dir.digests import HASH, MAX_THREADS, Digest, digest, digest_of_file, hash_each
 from rl.run_dir.files import UNREADABLE, CorruptFileError, reading
 from rl.run_dir.paths import numbered
-from rl.run_dir.safetensors import INDEX, model_files, read_header, tensor_digests
+from rl.run_dir.safetensors import (
+    HASH,
+    INDEX,
+    MAX_THREADS,
+    Digest,
+    digest,
+    digest_of_file,
+    hash_each,
+    model_files,
+    read_header,
+    tensor_digests,
+)
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
 
@@ -244,13 +254,10 @@ class Mirror:
 
     def _make_room(self, size: int) -> None:
         if size - self.size > (free := memory_bytes()[1]):
-            lacks = f"{size / 2**30:.1f} GiB of memory are needed, {free / 2**30:.1f} GiB are free"
-            remedy = (
-                "free memory, or move the versions with a delta.json away: a resume makes those "
-                "since its checkpoint again"
-            )
             raise RunError(
-                f"delta versions cannot be read: {lacks}; {remedy}. With "
+                f"delta versions cannot be read: {size / 2**30:.1f} GiB of memory are needed, "
+                f"{free / 2**30:.1f} GiB are free; free memory, or move the versions with a "
+                "delta.json away: a resume makes those since its checkpoint again. With "
                 "trainer.weights.anchor_every = 1 all are whole"
             )
         if self.fd < 0:

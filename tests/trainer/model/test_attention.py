@@ -10,9 +10,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl.system.errors import RunError
-from rl.trainer.model import blocks
-from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex, attention
-from rl.trainer.model.blocks import bundled, make_plan
+from rl.trainer.model.attention import (
+    TreeMask,
+    attend_blocks,
+    attend_flex,
+    attention,
+    bundled,
+    make_plan,
+)
 from tests.trainer.device import DEVICE
 
 
@@ -59,7 +64,7 @@ CASES = [
 @pytest.mark.parametrize(("limits", "window", "local", "special"), CASES)
 def test_blocks_and_flex_equal_the_dense_formula(monkeypatch, limits, window, local, special):
     for name, value in LIMITS[limits].items():
-        monkeypatch.setattr(blocks, name, value)
+        monkeypatch.setattr(f"rl.trainer.model.attention.{name}", value)
     cap, sunk = special
     # as with context parallelism
     mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]).to(DEVICE) if local else None

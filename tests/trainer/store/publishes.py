@@ -22,8 +22,8 @@ from rl.system.errors import RunError
 from rl.trainer.model import lora
 from rl.trainer.replay import compare
 from rl.trainer.store import versions
-from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.ranks import RankThreads
+from rl.trainer.store.image import LastVersion
+from rl.trainer.store.threads import RankThreads
 from tests.trainer.layouts import Layout, joined
 from tests.trainer.parallel.loads import load
 
@@ -129,7 +129,7 @@ def main() -> None:
             if name == "2":
                 model = load(str(folder / "llama"), world)
                 found["full"] = full(model, folder / "llama", ranks, folder / "full" / "000001")
-                with patch("rl.trainer.store.ranks.pid_scope", lambda: f"host{rank}"):
+                with patch("rl.trainer.store.threads.pid_scope", lambda: f"host{rank}"):
                     found["hosts"] = publish(
                         model,
                         folder / "llama",

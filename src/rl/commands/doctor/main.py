@@ -11,8 +11,7 @@ from rl.commands.doctor.check import Check
 from rl.commands.doctor.machine import machine_checks
 from rl.commands.options import load, open_run, usage
 from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import options, take
+from rl.config.command_line import fail, load_config_or_exit, options, take
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.run_dir.status import RunEnd, read_json

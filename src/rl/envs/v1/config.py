@@ -19,8 +19,7 @@ from pydantic_config.cli import _extract_field_docstrings
 from pydantic_core import PydanticUndefined, to_jsonable_python
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, taskset_config_type
 
-from rl.config.environment_id import module_name
-from rl.config.installed import check_installed, comes_with_verifiers
+from rl.config.environment_id import check_installed, comes_with_verifiers, module_name
 from rl.envs.environment import v1_exports
 from rl.envs.v1.harness import HARNESS_ID
 from rl.system.errors import RunError

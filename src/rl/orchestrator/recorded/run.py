@@ -24,8 +24,7 @@ from rl.orchestrator.recorded.recording import RecordedRollouts, digests, files_
 from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.access_token import run_token
 from rl.run_dir.files import write_file
-from rl.run_dir.origin import first_step, read_origin
-from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.paths import RunDir, first_step, numbers, read_origin
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
 from rl.system.errors import RunError
 from rl.wire.transport import TrainerServer

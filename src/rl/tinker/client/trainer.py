@@ -19,8 +19,7 @@ from rl.run_dir.checksums import verify_checkpoint
 from rl.run_dir.files import CorruptFileError, clean_leftovers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import numbers
+from rl.run_dir.paths import first_step, numbers
 from rl.run_dir.status import Phase, Status
 from rl.system import faults
 from rl.system.errors import GIVE_UP, RunError

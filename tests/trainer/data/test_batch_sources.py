@@ -1,5 +1,6 @@
-"""Supervised fine-tuning: what a batch has, its loss against plain cross entropy, and the real
-trainer, resumed and on two ranks."""
+"""Random batches. Supervised fine-tuning: what a batch has, its loss against plain cross entropy,
+and the real trainer, resumed and on two ranks.
+"""
 
 import json
 import os
@@ -14,15 +15,25 @@ from transformers import AutoModelForCausalLM
 
 from rl.config.loss import CrossEntropyConfig
 from rl.config.run import RLConfig
+from rl.config.trainer import FakeDataConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
+from rl.trainer.data.batch_sources import (
+    FakeBatches,
+    FromExamples,
+    full_batch,
+    make_batch,
+    shuffled,
+    split,
+    validate,
+)
+from rl.trainer.data.packing import Layout, pack
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
 from rl.trainer.model.head import score
-from rl.trainer.sft.source import FromExamples, make_batch, shuffled, split, validate
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import Trainer, loss_inputs
 from tests import jsonl
@@ -326,13 +337,17 @@ def test_a_grace_that_ends_in_the_validation_loses_only_that(straight, tmp_path,
     monkeypatch.setenv("RL_GRACE_S", "100")
     monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
     config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
-    run_trainer(config, 143, "tests.trainer.sft.test_source:end_in_the_validation_of_step_3")
+    run_trainer(
+        config, 143, "tests.trainer.data.test_batch_sources:end_in_the_validation_of_step_3"
+    )
     assert list(numbered(config.run_dir.checkpoints)) == [3]
     assert [step for step, _ in read_metrics(config.run_dir.metrics)] == [0, 1, 2, 3]
     run_trainer(config)
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    assert list(mine) == list(whole)
-    assert mine[3, "trainer"]["loss/mean"] == whole[3, "trainer"]["loss/mean"]
+    assert (
+        list(mine) == list(whole)
+        and mine[3, "trainer"]["loss/mean"] == whole[3, "trainer"]["loss/mean"]
+    )
     assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 6]
 
 
@@ -340,3 +355,27 @@ def test_two_ranks_equal_one(straight, tmp_path):
     config = make_config(tmp_path, straight.model.name)
     run_trainer(config, ranks=2)
     assert_alike(config.run_dir, straight.run_dir, STEPS)
+
+
+def test_batches_are_a_function_of_seed_and_step():
+    config = FakeDataConfig(samples=6, group_size=4, prompt_tokens=5, completion_tokens=3)
+    batch, *others = [
+        FakeBatches(config, 50, seed).receive(step)
+        for seed, step in ((1, 2), (1, 2), (2, 2), (1, 3))
+    ]
+    assert [other == batch for other in others] == [True, False, False]
+    sizes = [(s.group_id, s.rollout_id, s.num_tokens, s.num_trained) for s in batch.samples]
+    assert sizes == [(i // 4, i % 4, 8, 3) for i in range(6)]
+    heads = [s.token_ids[:5].tolist() for s in batch.samples]
+    assert heads[0] == heads[3] != heads[4] == heads[5]
+    assert max(s.token_ids.max() for s in batch.samples) < 50
+
+
+@pytest.mark.parametrize(("ranks", "length"), [(1, 100), (2, 100), (2, 30)])
+def test_a_full_batch_is_one_full_row_for_each_rank(ranks, length):
+    """Of sequences of 40 tokens, which are not divided."""
+    batch = full_batch(ranks, length, 41, 50)
+    for rank in range(ranks):
+        layout = Layout(rank, ranks, length, 64)
+        (row,) = pack(batch, [1.0] * len(batch.samples), layout).micro_batches
+        assert len(row.input_ids) == len(row.predictors) == max(length, 40)

@@ -18,25 +18,24 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from rl.config.loss import AnyLossConfig, LossConfig
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import DIGESTS, checksum
-from rl.run_dir.digests import HASH, digest, digest_of_file
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
+from rl.run_dir.safetensors import HASH, digest, digest_of_file
 from rl.system.errors import RunError
 from rl.trainer import determinism
-from rl.trainer.data.prefetch import prepare
+from rl.trainer.data.batch_sources import prepare
 from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function
-from rl.trainer.measure.memory import free_bytes
+from rl.trainer.measure.performance import free_bytes
 from rl.trainer.model import lora
 from rl.trainer.model.head import mode_of, score
 from rl.trainer.model.policy import DTYPES, load_policy
 from rl.trainer.optim import MOMENTS, local, make_optimizer, optimizer_step
 from rl.trainer.parallel.world import World
-from rl.trainer.store.space import require_space, write_tensors
+from rl.trainer.store.checkpoint import require_space, write_tensors
 from rl.trainer.train import loss_inputs
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.training_calls import CallError, Example, LossCall, NoRoomError, Scored, Step
@@ -94,10 +93,10 @@ class AdapterLearner:
         return self.adapters[name]
 
     def _cut(self, name: str) -> dict[str, Tensor]:
-        """Returns a client's tensors with its own rank, wherever they are."""
+        """Returns a client's tensors with its own rank."""
+        self._leave()
         adapters = self._of(name)
-        tensors = self._live() if self.inside == name else adapters.tensors
-        return {key: cut(key, tensor, adapters.rank) for key, tensor in tensors.items()}
+        return {key: cut(key, tensor, adapters.rank) for key, tensor in adapters.tensors.items()}
 
     def _enter(self, name: str) -> None:
         """Puts a client's adapters into the model. Raises CallError if there are none."""
@@ -108,11 +107,7 @@ class AdapterLearner:
         for key, tensor in self._live().items():
             tensor.copy_(adapters.tensors[key])
         for key, gradient in adapters.gradients.items():
-            parameter = self.parameters[key]
-            if isinstance(parameter, DTensor):
-                layout = (parameter.device_mesh, parameter.placements)
-                gradient = DTensor.from_local(gradient, *layout)
-            parameter.grad = gradient
+            self.parameters[key].grad = gradient
         for layer in lora.layers(self.model).values():
             layer.scaling[lora.ADAPTER] = self.settings.alpha / adapters.rank
         adapters.gradients, self.inside = {}, name
@@ -123,7 +118,7 @@ class AdapterLearner:
             for key, tensor in self._live().items():
                 adapters.tensors[key].copy_(tensor)
             adapters.gradients = {
-                key: local(p.grad) for key, p in self.parameters.items() if p.grad is not None
+                key: p.grad for key, p in self.parameters.items() if p.grad is not None
             }
         self.optimizer.zero_grad()
         self.inside = ""
@@ -288,19 +283,15 @@ class AdapterLearner:
 
 def terms_of(inputs: LossInputs, trained: Tensor, settings: AnyLossConfig) -> Tensor:
     """Returns the loss of each target [N], 0 for others than the `trained` [N]."""
-    function = loss_function(settings)
-    if bool(trained.all()):
-        return function(inputs, settings)[0]
-    names = ("trainer_logprobs", "logprobs", "advantages", "entropies", "weights", "sequences")
-    chosen = {name: getattr(inputs, name)[trained] for name in names}
-    number = int(inputs.sequences.max()) + 1
+
+    def of_trained(values: Tensor) -> Tensor:
+        return torch.where(trained, values, 0.0)
 
     def sequence_sum(values: Tensor) -> Tensor:
-        return values.new_zeros(number).index_add(0, chosen["sequences"], values)
+        return inputs.sequence_sum(of_trained(values))
 
-    part = replace(inputs, **chosen, sequence_sum=sequence_sum)
-    terms = function(part, settings)[0]
-    return torch.zeros_like(inputs.weights).masked_scatter(trained, terms)
+    part = replace(inputs, sequence_sum=sequence_sum)
+    return of_trained(loss_function(settings)(part, settings)[0])
 
 
 def cut(key: str, tensor: Tensor, rank: int) -> Tensor:

@@ -4,8 +4,7 @@ import pytest
 
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.records.run import Run
-from rl.view.explain import explanation
-from rl.view.rollouts import row_of
+from rl.view.rollouts import explanation, row_of
 from rl.wire.rollouts import Group
 from tests.records.made import make_run, rollout, write_step
 

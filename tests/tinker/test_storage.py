@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from rl.run_dir.files import CorruptFileError
-from rl.tinker.log import CallAnswer, CallLog, ClientCall
+from rl.tinker.storage import CallAnswer, CallLog, ClientCall
 
 
 def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):

@@ -11,8 +11,8 @@ import torch
 
 from rl.config.run import RLConfig
 from rl.run_dir.checksums import verify_version
-from rl.trainer.adapters.learner import AdapterLearner
-from rl.trainer.data.prefetch import prepare
+from rl.trainer.data.batch_sources import prepare
+from rl.trainer.learner import AdapterLearner
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import loss_function
 from rl.trainer.model import lora

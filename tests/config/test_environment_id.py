@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from rl.config.installed import check_installed
+from rl.config.environment_id import check_installed
 from rl.system.errors import RunError
 from rl.system.functions import load_function
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from rl.trainer.model import logprobs
-from rl.trainer.model.logprobs import head_logprobs, token_logprobs
+from rl.trainer.model import head
+from rl.trainer.model.head import head_logprobs, token_logprobs
 from tests.bounds import rounding
 from tests.trainer.device import DEVICE
 
@@ -35,7 +35,7 @@ def case(dtype=torch.float32):
 @pytest.mark.parametrize("elements", [1, 250, 10**6])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradient):
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", elements)
     logits, temperatures, rows, targets, grad = case()
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     values, entropies = token_logprobs(ours, temperatures, rows, targets, entropy_gradient)
@@ -53,8 +53,8 @@ def test_values_and_gradients_equal_dense(monkeypatch, elements, entropy_gradien
 @pytest.mark.parametrize("bias", [False, True])
 def test_head_equals_logits_of_the_same_weight(monkeypatch, at_once, bias):
     """Rows that are computed again, a shorter last chunk, and all at once, which are kept."""
-    monkeypatch.setattr(logprobs, "SLICE_BYTES", at_once * 101 * 4)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 250)
+    monkeypatch.setattr(head, "SLICE_BYTES", at_once * 101 * 4)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 250)
     _, temperatures, rows, targets, grad = case()
     tensors = [
         torch.randn(13, 17, device=DEVICE),
@@ -89,7 +89,7 @@ def test_no_more_logits_exist_than_asked_for(monkeypatch):
                 self.elements = max(self.elements, result.numel())
             return result
 
-    monkeypatch.setattr(logprobs, "SLICE_BYTES", 10 * 1000 * 4)
+    monkeypatch.setattr(head, "SLICE_BYTES", 10 * 1000 * 4)
     hidden, weight = (
         torch.randn(40, 8, requires_grad=True),
         torch.randn(1000, 8, requires_grad=True),
@@ -111,7 +111,7 @@ def test_bfloat16_logits_give_float32_accuracy():
 
 def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):
     """Logits of -inf: values and gradients are those of the tokens that are left."""
-    monkeypatch.setattr(logprobs, "SLICE_BYTES", 5 * 101 * 4)
+    monkeypatch.setattr(head, "SLICE_BYTES", 5 * 101 * 4)
     _, temperatures, rows, targets, grad = case()
     targets = targets % 20
     bias = torch.zeros(101, device=DEVICE)
@@ -152,8 +152,8 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
         (values * grad).sum().backward()
         return [values.detach(), entropies.detach(), *(tensor.grad for tensor in tensors)]
 
-    monkeypatch.setattr(logprobs, "SLICE_BYTES", 5 * 101 * 4)  # three chunks
-    monkeypatch.setattr(logprobs, "FUSED_ON", ())
+    monkeypatch.setattr(head, "SLICE_BYTES", 5 * 101 * 4)  # three chunks
+    monkeypatch.setattr(head, "FUSED_ON", ())
     expected = run()
     compile_by_torch, counter = torch.compile, CompileCounterWithBackend(backend)
     monkeypatch.setattr(
@@ -161,10 +161,10 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
         "compile",
         lambda function, dynamic: compile_by_torch(function, dynamic=dynamic, backend=counter),
     )
-    monkeypatch.setattr(logprobs, "FUSED_ON", (DEVICE.type,))
-    logprobs.fused.cache_clear()
+    monkeypatch.setattr(head, "FUSED_ON", (DEVICE.type,))
+    head.fused.cache_clear()
     found = run()
-    logprobs.fused.cache_clear()
+    head.fused.cache_clear()
     assert all(near(a, b) for a, b in zip(found, expected, strict=True))
     # another one where temperatures do not begin at 0
     assert sum(len(graph.graph.nodes) > 0 for graph in counter.graphs) <= 2

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rl.config.faults import hint
 from rl.config.fields import field_tree
 from rl.config.foreign import BY_NAME, FOREIGN
-from rl.config.hints import hint
 from rl.config.run import ALIASES, RLConfig
 
 
