@@ -8,9 +8,16 @@ import psutil
 import pytest
 
 from rl.commands import evaluate
-from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
-from rl.commands.evaluate import evaluations_only, num_examples
-from rl.commands.policy_spec import PolicySource
+from rl.commands.evaluate import (
+    compare,
+    eval_part,
+    evaluations_only,
+    finished_report,
+    markdown,
+    num_examples,
+    write_report,
+)
+from rl.commands.options import PolicySource
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
 from rl.main import subcommand

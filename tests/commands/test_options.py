@@ -8,8 +8,7 @@ from importlib import metadata
 import pytest
 
 from rl.commands import collect, environment, evaluate
-from rl.commands.options import load, name_of_play
-from rl.commands.policy_spec import PolicySource
+from rl.commands.options import PolicySource, load, name_of_play
 from rl.config.command_line import build, from_toml, parse_args, take
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
