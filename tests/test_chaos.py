@@ -144,7 +144,8 @@ def test_a_sound_run_has_nothing_broken(run_dir):
     assert promises.exactly_once(run_dir, {1, 2, 3, 4, 5}) == ([], 0)
     assert promises.lag(run_dir, config()) == ([], 0.0, 0)
     assert promises.numbers_once(run_dir) == []
-    assert promises.every_step_trained(run_dir) == [] and promises.repeated_steps(run_dir) == (
+    assert promises.every_step_trained(run_dir) == []
+    assert promises.repeated_steps(run_dir) == (
         0,
         0.0,
     )

@@ -184,11 +184,9 @@ def an_environment_of_its_own(user: User) -> Path:
     user.write("environments.md", "python", "def load_environment", "environments/my_env/my_env.py")
     user.write("environments.md", "toml", "./environments/my_env", "my_run.toml")
     described = user.types(user.shown("environments.md", "rl env ./environments/my_env"))
-    assert (
-        "tasks: train 80, eval 20" in described
-        and "exact" in described
-        and "Which number comes after 0?" in described
-    )
+    assert "tasks: train 80, eval 20" in described
+    assert "exact" in described
+    assert "Which number comes after 0?" in described
     run = user.clone / "outputs" / "my_env-SmolLM2-135M-Instruct-quick"
     quick = user.shown("environments.md", "rl @ my_run.toml --quick") + user.flag(
         "resume.md", " --trainer.checkpoint.interval 1"
@@ -263,19 +261,16 @@ def what_a_run_left(user: User, run: Path) -> None:
     exported, published = (
         weights(folder) for folder in (user.clone / "model", run / "weights" / "000002")
     )
-    assert exported.keys() == published.keys() and all(
-        (exported[name] == published[name]).all() for name in published
-    )
+    assert exported.keys() == published.keys()
+    assert all((exported[name] == published[name]).all() for name in published)
 
 
 def a_branch(user: User, run: Path) -> None:
     """From the first step on with another learning rate."""
     user.types(user.shown("resume.md", "rl branch", {"outputs/x@40": f"{user.name(run)}@1"}))
     branch = user.clone / "outputs" / "y"
-    assert (
-        trained_steps(branch) == [2]
-        and read_metrics(branch / "metrics.jsonl")[2, "trainer"]["optim/lr"] == 1e-6
-    )
+    assert trained_steps(branch) == [2]
+    assert read_metrics(branch / "metrics.jsonl")[2, "trainer"]["optim/lr"] == 1e-6
     both = {"outputs/x": user.name(run)}
     assert re.search(
         r"trainer.optim.lr +2e-05 +1e-06", user.types(user.shown("commands.md", "rl compare", both))

@@ -175,10 +175,8 @@ def check_exactly_once(
     """Every group in one place with the members that it had, every batch complete, nothing half
     left."""
     run_dir, steps = config.run_dir, range(1, config.max_steps + 1)
-    assert (
-        promises.exactly_once(run_dir, {*finished}) == ([], 0)
-        and promises.lag(run_dir, config)[0] == []
-    )
+    assert promises.exactly_once(run_dir, {*finished}) == ([], 0)
+    assert promises.lag(run_dir, config)[0] == []
     rollouts = promises.rollout_lines(run_dir)
     assert list(rollouts) == list(steps)
     for lines in rollouts.values():
@@ -282,9 +280,8 @@ def test_the_trainer_killed_at_every_point(tmp_path, model, zygote):
         ours, theirs = (contents(config.run_dir.weights(version)) for config in (killed, straight))
         assert ours == theirs, f"version {version}"
     ours, theirs = (contents(config.run_dir.checkpoint(steps)) for config in (killed, straight))
-    assert ours.keys() == theirs.keys() and all(
-        ours[name] == theirs[name] for name in ours if name.endswith(".distcp")
-    )
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == theirs[name] for name in ours if name.endswith(".distcp"))
     assert list(read_metrics(killed.run_dir.metrics)) == [
         (step, "trainer") for step in range(1, steps + 1)
     ]

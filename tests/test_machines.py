@@ -104,6 +104,5 @@ def test_three_machines_equal_one_rank(children, tmp_path, model):
     a, b = (
         load_file(config.run_dir.weights(STEPS) / "model.safetensors") for config in (far, near)
     )
-    assert a.keys() == b.keys() and all(
-        (a[name] - b[name]).norm() <= 1e-5 * b[name].norm() for name in b
-    )
+    assert a.keys() == b.keys()
+    assert all((a[name] - b[name]).norm() <= 1e-5 * b[name].norm() for name in b)

@@ -88,7 +88,8 @@ def test_one_rank_needs_no_agent_of_torchrun(make):
         "SHARE": "1",
         "NODE": "1",
     }
-    assert found.items() >= expected.items() and found["arguments"][:3] == [
+    assert found.items() >= expected.items()
+    assert found["arguments"][:3] == [
         "-P",
         "-m",
         "rl.trainer.main",
@@ -96,9 +97,8 @@ def test_one_rank_needs_no_agent_of_torchrun(make):
     assert (agent.state, agent.generation) == ("running", 3)
     note.with_name("note.end").write_text("4")
     until(lambda: agent.poll(world(3)) or agent.state == "ended")
-    assert (agent.exit_code, agent.generation) == (4, 3) and agent.log.endswith(
-        "trainer-node1-1.log"
-    )
+    assert (agent.exit_code, agent.generation) == (4, 3)
+    assert agent.log.endswith("trainer-node1-1.log")
     agent.poll(world(3))
     assert agent.state == "ended", "a world is started once"
 
@@ -127,10 +127,8 @@ def test_several_ranks_have_torchruns_agent(make):
     agent, note = make(4)
     agent.poll(world(1))
     words = " ".join(read(note)["arguments"])
-    assert (
-        words.startswith("-P -m torch.distributed.run --no-python ")
-        and f"/python -P -m rl.trainer.main @ {agent.run_dir.config}" in words
-    )
+    assert words.startswith("-P -m torch.distributed.run --no-python ")
+    assert f"/python -P -m rl.trainer.main @ {agent.run_dir.config}" in words
     for part in (
         "--nnodes 2",
         "--node-rank 1",

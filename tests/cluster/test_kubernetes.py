@@ -198,11 +198,9 @@ def test_a_run_elsewhere_has_another_name():
         kubernetes.job_name(config.run_dir)
         for config in (here, there, run_config({"nodes": 2}, name="é" * 50 + "x" * 50))
     ]
-    assert (
-        len({*names}) == 3
-        and names[0].startswith("rl-qwen3-maths-v2-")
-        and max(map(len, names)) <= 40
-    )
+    assert len({*names}) == 3
+    assert names[0].startswith("rl-qwen3-maths-v2-")
+    assert max(map(len, names)) <= 40
 
 
 def test_a_planted_error_is_found():
@@ -288,9 +286,8 @@ def test_what_is_applied_and_deleted(kubectl):
         != len({*start.findall(text + kubernetes.render(config, config.run_dir))})
     )
     kubernetes.cancel(jobs, config)
-    assert (
-        kubectl.calls()[4][0][2:5] == ["delete", *jobs] and "--timeout=90s" in kubectl.calls()[4][0]
-    )
+    assert kubectl.calls()[4][0][2:5] == ["delete", *jobs]
+    assert "--timeout=90s" in kubectl.calls()[4][0]
 
 
 def test_a_run_that_has_ended_is_replaced_and_one_that_has_not_is_left_alone(kubectl):

@@ -132,10 +132,8 @@ def test_scripts(tmp_path, monkeypatch):
         )
         assert "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c 'tries=0" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    assert (
-        'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference
-        and "RL_INDEX_OFFSET" not in trainer
-    )
+    assert 'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference
+    assert "RL_INDEX_OFFSET" not in trainer
     assert "scancel" in trainer and "scancel --" not in inference
 
 
@@ -393,9 +391,8 @@ class TestShort:
         slurm.cancel(run.jobs, run.config)
         run.wait_for_end()
         slurm.cancel(run.jobs, run.config)
-        assert [run.state(job) for job in run.jobs] == ["CANCELLED", "CANCELLED"] and len(
-            run.starts()
-        ) == 3
+        assert [run.state(job) for job in run.jobs] == ["CANCELLED", "CANCELLED"]
+        assert len(run.starts()) == 3
 
 
 class TestSlurm:
@@ -410,17 +407,15 @@ class TestSlurm:
         cluster.ask("scancel", "--signal=TERM", run.jobs[0])
         run.wait_for_end()
         assert "queued again cluster.max_requeues = 1 times: continue with --resume" in run.logs()
-        assert [run.state(job) for job in run.jobs] == ["FAILED", "CANCELLED"] and len(
-            run.starts()
-        ) == 5
+        assert [run.state(job) for job in run.jobs] == ["FAILED", "CANCELLED"]
+        assert len(run.starts()) == 5
 
     def test_never_again(self, cluster, tmp_path, monkeypatch):
         """Exit code 3 of the machines ends everything."""
         run = Run(cluster, tmp_path, monkeypatch, code=3)
         run.wait_for_end()
-        assert run.state(run.jobs[0]) == "FAILED" and {
-            restarts for _, restarts, *_ in run.starts()
-        } == {"0"}
+        assert run.state(run.jobs[0]) == "FAILED"
+        assert {restarts for _, restarts, *_ in run.starts()} == {"0"}
 
     def test_fewer_trainers(self, cluster, tmp_path, monkeypatch):
         """With min_trainer_nodes the job outlives the loss of a machine, and has all of them

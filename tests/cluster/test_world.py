@@ -286,9 +286,8 @@ def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monk
         monkeypatch.setattr(launcher, "tell", stopped)
         with pytest.raises(Stopped):
             launcher.run()
-        assert told == ["kill", "kill"] and all(
-            status.agent == "ended" for status in nodes.statuses().values()
-        )
+        assert told == ["kill", "kill"]
+        assert all(status.agent == "ended" for status in nodes.statuses().values())
         launcher.status.close()
 
 
@@ -316,11 +315,9 @@ def test_machines_that_differ_are_refused(config, field, value, words):
         machines[1].set(**{field: value})
         running = Running(config)
         running.result()
-        assert (
-            words in str(running.error)
-            and "host0" in str(running.error)
-            and "host1" in str(running.error)
-        )
+        assert words in str(running.error)
+        assert "host0" in str(running.error)
+        assert "host1" in str(running.error)
 
 
 def test_one_that_differs_is_not_taken_into_a_world_that_trains(config):

@@ -68,7 +68,8 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
             assert (status, failed["_ng_failure_class"]) == (
                 200,
                 "environment",
-            ) and "reward" not in failed
+            )
+            assert "reward" not in failed
             assert "OSError: flaky" in failed["error"]
             params = rows[1]["responses_create_params"]
             asked = rows[1] | {

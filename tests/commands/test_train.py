@@ -85,29 +85,22 @@ def whole(place):
 
 def test_a_file_becomes_a_run(whole):
     out, run_dir = whole
+    assert "r.jsonl\n" in out
     assert (
-        "r.jsonl\n" in out
-        and f"the run ended at step {STEPS} of 100: all {4 * STEPS} recorded rollouts are used"
-        in out
+        f"the run ended at step {STEPS} of 100: all {4 * STEPS} recorded rollouts are used" in out
     )
     assert "inference" not in out.replace("between inference and trainer", "")
     measured = read_metrics(run_dir.metrics)
     for step in range(1, STEPS + 1):
         mine = measured[step, "trainer"] | measured[step, "orchestrator"]
-        assert (
-            mine["reward/mean"] == 0.5
-            and mine["lag/max"] == step - 1
-            and mine["rollouts/turns_mean"] == 2
-        )
-    assert (
-        measured[1, "trainer"]["mismatch_kl/mean"] < 1e-9
-        and measured[2, "trainer"]["lag_kl/mean"] > 1e-3
-    )
-    assert (
-        run_dir.weights(STEPS).is_dir()
-        and run_dir.checkpoint(STEPS).is_dir()
-        and run_dir.rollouts(STEPS).exists()
-    )
+        assert mine["reward/mean"] == 0.5
+        assert mine["lag/max"] == step - 1
+        assert mine["rollouts/turns_mean"] == 2
+    assert measured[1, "trainer"]["mismatch_kl/mean"] < 1e-9
+    assert measured[2, "trainer"]["lag_kl/mean"] > 1e-3
+    assert run_dir.weights(STEPS).is_dir()
+    assert run_dir.checkpoint(STEPS).is_dir()
+    assert run_dir.rollouts(STEPS).exists()
 
 
 @pytest.mark.proof

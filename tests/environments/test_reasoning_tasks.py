@@ -17,9 +17,8 @@ def test_scored_by_reasoning_gyms_own_verifier():
         ("", 0.0),
     ]:
         output, _ = play(env, row, reply)
-        assert output["reward"] == pytest.approx(score, abs=0.05) and output["metrics"][
-            "exact"
-        ] == float(score == 1.0)
+        assert output["reward"] == pytest.approx(score, abs=0.05)
+        assert output["metrics"]["exact"] == float(score == 1.0)
 
 
 def test_examples_eval_and_training_are_different_questions():

@@ -67,9 +67,9 @@ def test_several_environments_are_told_apart():
     assert not [line for line in report_lines(Numbers.of(lines), run_dir) if line.endswith("   a")]
     for step in (2, 4, 6, 8):
         lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
-    assert (
-        trend([0.25]) == "0.250" and trend([]) == "" and trend([0.1, 0.2, 0.3]) == "0.100 -> 0.300"
-    )
+    assert trend([0.25]) == "0.250"
+    assert trend([]) == ""
+    assert trend([0.1, 0.2, 0.3]) == "0.100 -> 0.300"
     ended = report_lines(
         Numbers.of(
             {(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}
@@ -241,9 +241,8 @@ def test_a_picture_that_cannot_be_written_is_a_remark(tmp_path):
     run_dir.curves.mkdir()
     said: list[str] = []
     final_report(Numbers.read(run_dir.metrics), run_dir, "r", said.append)
-    assert said[0] == f"no curves: {run_dir.curves}: Is a directory" and said[1].startswith(
-        "8 steps"
-    )
+    assert said[0] == f"no curves: {run_dir.curves}: Is a directory"
+    assert said[1].startswith("8 steps")
 
 
 def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path, monkeypatch):

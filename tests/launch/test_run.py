@@ -185,12 +185,10 @@ def test_who_has_lost_the_run_to_another_rl_leaves_it_alone(rl):
     subprocess.run([sys.executable, "-c", write, str(rl.run_dir.metrics)], check=True)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert (
-        err.startswith(
-            f"rl: {rl.root}: another process (pid 1 on far) has taken over as rl of this run"
-        )
-        and err.count("\n") == 1
+    assert err.startswith(
+        f"rl: {rl.root}: another process (pid 1 on far) has taken over as rl of this run"
     )
+    assert err.count("\n") == 1
     assert "resume with" not in out + err and not rl.run_dir.curves.exists() and rl.nobody_left()
 
 
@@ -227,9 +225,8 @@ def test_without_shared_memory_it_says_so_before_anything_starts(tmp_path):
     hidden = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", "/dev/shm", "--remount-ro", "/dev/shm"]
     command = [*hidden, sys.executable, "-m", "rl.main", "--orchestrator.environment.id", "e"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and ended.stderr.startswith(
-        "rl: /dev/shm cannot be written, and torch and vLLM keep locks"
-    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("rl: /dev/shm cannot be written, and torch and vLLM keep locks")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -467,13 +464,17 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     run_dir.batch(1).touch()
     config = SimpleNamespace(kind="rl", sft=None, is_remote=False)
     children = SimpleNamespace(stop=lambda _: [])
-    assert run(
-        config,
-        SimpleNamespace(run_dir=run_dir),
-        Placement(lambda _: []),
-        children,
-        "rl @ x.toml --resume",
-    ) == 1 and closed == [1]
+    assert (
+        run(
+            config,
+            SimpleNamespace(run_dir=run_dir),
+            Placement(lambda _: []),
+            children,
+            "rl @ x.toml --resume",
+        )
+        == 1
+    )
+    assert closed == [1]
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith(
         "rl: /disk/status/trainer.json: Read-only file system; free space or make it writable"
@@ -585,12 +586,10 @@ def test_a_reader_that_has_gone_stops_the_run(rl):
     process.stdout.close()
     (rl.root / "gone").touch()
     err = process.stderr.read()
-    assert (
-        process.wait(60) == 128 + signal.SIGPIPE
-        and "Broken pipe" not in err
-        and "resume with: rl" in err
-        and rl.nobody_left()
-    )
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert "Broken pipe" not in err
+    assert "resume with: rl" in err
+    assert rl.nobody_left()
 
 
 def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
@@ -605,11 +604,9 @@ def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
         enter(browser, link)
         (row,) = browser.get("/api/runs").json()["runs"]
     log = (rl.root / "logs/view-1.log").read_text()
-    assert (
-        (row["key"], row["state"]) == ("r", "live")
-        and link.partition("link=")[2] not in log
-        and "link=" not in log
-    )
+    assert (row["key"], row["state"]) == ("r", "live")
+    assert link.partition("link=")[2] not in log
+    assert "link=" not in log
     (rl.root / "seen").touch()
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "") and "3 steps in" in out

@@ -52,10 +52,8 @@ def test_a_start_writes_all_lines_anew_so_none_is_there_twice(run_dir):
         log.send(LINES[2:])
         log.close(0)
     (file,) = run_dir.tensorboard.iterdir()
-    assert (
-        scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]}
-        and said == []
-    )
+    assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]}
+    assert said == []
     assert Trackers(RLConfig(), run_dir, said.append).left == []
 
 
@@ -120,10 +118,10 @@ def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_
     again = Trackers(
         RLConfig(name="x", wandb=WandbConfig(project="p", name="n")), run_dir, said.append
     )
-    assert (asked[1]["project"], asked[1]["name"]) == ("p", "n") and asked[1]["id"] == asked[0][
-        "id"
-    ]
-    assert isinstance(again.left[0], WandbLog) and again.left[0].sent == {
+    assert (asked[1]["project"], asked[1]["name"]) == ("p", "n")
+    assert asked[1]["id"] == asked[0]["id"]
+    assert isinstance(again.left[0], WandbLog)
+    assert again.left[0].sent == {
         "orchestrator": 2,
         "trainer": 1,
     }

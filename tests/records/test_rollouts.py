@@ -98,9 +98,8 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
 def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
     write_step(run_dir, 3, [group(4, [0.1, 0.2]), group(5, [1 / 3, 0.0])])
     run = Run(run_dir.root)
-    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)] and ids(
-        run.rollouts(step=3, exact=0.2)
-    ) == [(4, 1)]
+    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)]
+    assert ids(run.rollouts(step=3, exact=0.2)) == [(4, 1)]
 
 
 def test_a_metric_that_is_called_as_a_field_is_told_from_it(run_dir):
@@ -151,6 +150,8 @@ def test_a_table_has_all_fields(run_dir):
     assert frame.reward.tolist() == frame.exact.tolist() == [0.0, 1.0, 1.0, 1.0]
     assert frame.why.tolist() == ["trained"] * 2 + ["no_signal"] * 2
     assert {*frame.kind} == {"train"} and not frame.failed.any() and not frame.truncated.any()
+
+
 def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch):
     run, pending = Run(run_dir.root), PendingLog(run_dir.pending)
     assert len(run.rollouts()) == 8 and len(run.rollouts("pending")) == 0

@@ -63,11 +63,9 @@ def test_weights_that_lie_elsewhere_and_token_logs_go_with_their_steps(tmp_path)
         (run_dir.weights(step) / "model.safetensors").write_text(f"w{step}")
         run_dir.tokens(step).touch()
     away = run_dir.discard_after(4)
-    assert (
-        away
-        and (away / "weights" / "000005" / "model.safetensors").read_text() == "w5"
-        and (away / "tokens" / "000005.safetensors").exists()
-    )
+    assert away
+    assert (away / "weights" / "000005" / "model.safetensors").read_text() == "w5"
+    assert (away / "tokens" / "000005.safetensors").exists()
     assert (
         list(numbered(run_dir.weights_dir))
         == list(numbered(run_dir.tokens_dir, ".safetensors"))

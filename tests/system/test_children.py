@@ -379,9 +379,8 @@ def test_markers_tell_runs_and_attempts_apart():
     ]
     process.kill()
     process.wait()
-    assert (
-        found == [True, True, True, False, True, False] and process_table.markers(process.pid) == []
-    )
+    assert found == [True, True, True, False, True, False]
+    assert process_table.markers(process.pid) == []
 
 
 def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
@@ -496,7 +495,5 @@ time.sleep(1.5)
     assert parent.stdout.readline() == "in\n"
     parent.send_signal(signal.SIGINT)
     printed = parent.stdout.read()  # with Python's report of the exception that it ignored
-    assert (
-        printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n")
-        and parent.wait(timeout=30) == 0
-    )
+    assert printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n")
+    assert parent.wait(timeout=30) == 0

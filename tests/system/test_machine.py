@@ -106,10 +106,8 @@ def test_without_limits_there_is_what_the_machine_has(files, tmp_path, monkeypat
     monkeypatch.setattr(
         machine, "control_groups", lambda controller: [tmp_path / controller, tmp_path]
     )
-    assert (
-        machine.cpu_quota() == math.inf
-        and machine.memory_bytes()[0] == psutil.virtual_memory().total
-    )
+    assert machine.cpu_quota() == math.inf
+    assert machine.memory_bytes()[0] == psutil.virtual_memory().total
     assert control_groups("cpu", listed=tmp_path / "none") == []
 
 
@@ -137,11 +135,9 @@ def test_another_system_is_told_before_anything_is_imported(platform, said):
         "rl.trainer.main"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (
-        (done.returncode, done.stdout) == (1, "")
-        and done.stderr.startswith(said)
-        and done.stderr.count("\n") == 1
-    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -267,9 +267,8 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
             await client.post("forward_backward", forward_backward(model, 4))
             listed = await client.get("checkpoints?limit=5")
             (checkpoint,) = listed["checkpoints"]
-            assert (
-                checkpoint["tinker_path"] == saved["path"] and listed["cursor"]["total_count"] == 1
-            )
+            assert checkpoint["tinker_path"] == saved["path"]
+            assert listed["cursor"]["total_count"] == 1
             run = await client.get(f"training_runs/{model}")
             assert run["lora_rank"] == 4 and run["last_checkpoint"]["checkpoint_id"] == "weights/a"
             return model, promises[0], step
@@ -278,10 +277,8 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
         async with Client(tmp_path) as client:
             # as it was answered
             assert (await client.result(step))["metrics"]["policy_version:max"] == 1
-            assert (
-                await client.result(promise)
-                and (await client.post("optim_step", {"model_id": model, "seq_id": 2})) == step
-            )
+            assert await client.result(promise)
+            assert (await client.post("optim_step", {"model_id": model, "seq_id": 2})) == step
             await client.result(await client.post("forward_backward", forward_backward(model, 4)))
             # from the state after call 0 (the first is copied at once), the calls after it; the
             # save is not repeated
@@ -370,10 +367,8 @@ def test_a_model_that_finds_no_memory_after_a_restart_fails_alone(tmp_path, lost
 
             learner.load, learner.create = without_room(learner.load), without_room(learner.create)
             refused, step = [await client.step(model, 1) for model in (poor, other)]
-            assert (
-                refused["error"].startswith("not executed: no memory")
-                and step["metrics"]["policy_version:max"] == 1
-            )
+            assert refused["error"].startswith("not executed: no memory")
+            assert step["metrics"]["policy_version:max"] == 1
             assert not client.work.done() and client.training.models[poor].applied == -1
             full = False
             assert (await client.step(poor, 2))["metrics"]["policy_version:max"] == 1
@@ -686,10 +681,8 @@ async def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(client):
     and weights with theirs."""
     model = await new_model(client)
     info = await client.post("get_info", {"model_id": model})
-    assert (
-        info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
-        and info["model_name"] == "meta/x"
-    )
+    assert info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
+    assert info["model_name"] == "meta/x"
     session = await client.base_session(await client.session())
     assert (await client.get(f"samplers/{session}"))["base_model"] == "tiny"
     assert (await client.get(f"training_runs/{model}"))["base_model"] == "meta/x"

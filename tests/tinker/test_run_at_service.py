@@ -129,9 +129,8 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
         with StubOrchestrator(again.run_dir, batches):
             RemoteTrainer(again, Status(again.run_dir.status("trainer"), "trainer")).train()
         places = [read_remote(one.run_dir.weights(STEPS)) for one in (config, again)]
-        assert (
-            places[0].model_id != places[1].model_id and places[0].step == places[1].step == STEPS
-        )
+        assert places[0].model_id != places[1].model_id
+        assert places[0].step == places[1].step == STEPS
         assert weights_of(tmp_path / "s", places[0].model_id) == weights_of(
             tmp_path / "s", places[1].model_id
         )

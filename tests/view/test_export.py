@@ -142,11 +142,9 @@ def test_a_timeline_for_perfetto(place, tmp_path, capsys, priority):
     assert view([str(place / "first"), "--export", str(tmp_path / "trace.json")], Children()) == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert (
-        len(spans) == 12
-        and {event["dur"] for event in spans} == {3e6}
-        and "ui.perfetto.dev" in capsys.readouterr().out
-    )
+    assert len(spans) == 12
+    assert {event["dur"] for event in spans} == {3e6}
+    assert "ui.perfetto.dev" in capsys.readouterr().out
     assert priority == [19]
 
 

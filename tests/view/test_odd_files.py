@@ -46,9 +46,8 @@ def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
     row = rows(handlers)["x"]
     assert (row.state, row.step) == ("stopped", 6) and row.seconds < 60
     (series,) = handlers.curves(run=["x"], name=["loss/mean"]).series
-    assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(
-        kind="columns"
-    )["step"].max() == 6
+    assert (series.steps[-1], series.values[-1]) == (6, 0.25)
+    assert Run(files.root).metrics(kind="columns")["step"].max() == 6
 
 
 def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
@@ -107,10 +106,8 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
         handlers = Handlers(Library([tmp_path]))
         answer = handlers.runs()
         found = {row.key: row for row in answer.runs}
-        assert (
-            found.keys() == {"good", *names} - {"folder"}
-            and answer.folders == f"{tmp_path} (no permission to read: {shut['folder']})"
-        )
+        assert found.keys() == {"good", *names} - {"folder"}
+        assert answer.folders == f"{tmp_path} (no permission to read: {shut['folder']})"
         assert found["good"].step == 4
         for name in ("config", "status", "metrics", "sources", "events", "evals"):
             row, health = found[name], handlers.health(name)

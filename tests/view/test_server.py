@@ -170,9 +170,8 @@ def test_a_link_lets_one_browser_in_and_the_next_one_another(place):
     # who only looks whether it is there does not use it
     assert first.head(links[0]).status_code == 401 and len(links) == 1
     answer = enter(first, links[0])
-    assert (
-        first.get("/api/runs").status_code == first.get("/").status_code == 200 and len(links) == 2
-    )
+    assert first.get("/api/runs").status_code == first.get("/").status_code == 200
+    assert len(links) == 2
     assert second.get(links[0]).status_code == 401 and not second.cookies and len(links) == 2
     enter(second, links[1])
     assert second.get("/api/runs").status_code == 200 and len({*links}) == 3
@@ -180,9 +179,9 @@ def test_a_link_lets_one_browser_in_and_the_next_one_another(place):
     name, value, folder = re.match(
         r"(rl_view_\w{8})=(\w{32}); HttpOnly; Path=(/\w{32}/); SameSite=strict$", cookie
     ).groups()
-    assert (
-        folder == first.base_url.path and value not in folder and SECRET not in answer.text + cookie
-    )
+    assert folder == first.base_url.path
+    assert value not in folder
+    assert SECRET not in answer.text + cookie
     first.cookies.clear()
     first.cookies.set(name, value[:-1] + "x")
     assert first.get("/api/runs").status_code == 401
@@ -241,10 +240,8 @@ def test_a_metric_that_is_none_is_told_and_one_that_is_not_there_yet_is_not(clie
 def test_only_runs_that_are_shown_are_opened(client, key):
     answer = client.get("/api/health", params={"run": key})
     assert answer.status_code in (400, 404) and "lines" not in answer.text
-    assert (
-        client.get("/page/../server.py").status_code in (401, 404)
-        and client.get("/page/%2e%2e/server.py").status_code == 404
-    )
+    assert client.get("/page/../server.py").status_code in (401, 404)
+    assert client.get("/page/%2e%2e/server.py").status_code == 404
 
 
 def test_the_same_answer_twice_is_sent_once(client):
@@ -345,7 +342,8 @@ def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fe
     files = make_run(tmp_path / "x", model={"name": "owner/big"})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found, note = tokens.tokenizer_of(Run(files.root))
-    assert found is None and note.startswith(
+    assert found is None
+    assert note.startswith(
         "tokens are shown by their ids: the tokenizer of owner/big is neither on this "
         "machine nor in "
     )
@@ -560,9 +558,8 @@ def test_a_bar_of_the_histogram_finds_what_it_counts(alone):
         if count:
             lowest, highest = (float(json.loads(json.dumps(end))) for end in ends)
             assert handlers.rollouts(Wanted(run="x", lowest=lowest, highest=highest)).total == count
-    assert (
-        sum(histogram.counts) == 14 and histogram.ranges.count([]) == histogram.counts.count(0) > 0
-    )
+    assert sum(histogram.counts) == 14
+    assert histogram.ranges.count([]) == histogram.counts.count(0) > 0
 
 
 def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed(alone):

@@ -87,11 +87,9 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     for _ in range(3):
         health = handlers.health(run="x")
     assert handlers.timeline(run="x").note.startswith("no spans of this time are here")
-    assert (
-        parsed == []
-        and health.lines[0].startswith("step 50 of 9")
-        and "2.0 s per step" in health.lines[0]
-    )
+    assert parsed == []
+    assert health.lines[0].startswith("step 50 of 9")
+    assert "2.0 s per step" in health.lines[0]
     MetricsLog(files.metrics, "trainer").write(51, {"loss/mean": 0.5})
     assert handlers.health(run="x").lines[0].startswith("step 51 of 9") and len(parsed) == 1
     assert (before, handlers.runs().runs[0].step, len(parsed)) == (50, 51, 1)
@@ -101,10 +99,8 @@ def test_a_run_that_was_replaced_is_another_one(tmp_path):
     """Its metrics, rollouts and settings are those of the new one, whose files may have the same
     numbers and sizes."""
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    assert (
-        handlers.runs().runs[0].step == 4
-        and handlers.rollouts(Wanted(run="x", q="four")).total == 2
-    )
+    assert handlers.runs().runs[0].step == 4
+    assert handlers.rollouts(Wanted(run="x", q="four")).total == 2
     files.root.rename(tmp_path / ".away")
     made(tmp_path / "x", steps=2, answer="five")
     assert handlers.runs().runs[0].step == 2

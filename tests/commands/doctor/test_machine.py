@@ -175,7 +175,8 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     config.run_dir.config.parent.mkdir()
     config.run_dir.config.touch()  # the user's own
     found = configuration.run_directory(config)
-    assert found.level == "FAIL" and found.text.endswith(
+    assert found.level == "FAIL"
+    assert found.text.endswith(
         "x is not a run directory, and has config.toml; choose another --name"
     )
     config.run_dir.batch(1).parent.mkdir()
@@ -184,16 +185,12 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     assert configuration.division(config).level == "ok"
     assert [check.level for check in configuration.exposed(config)] == ["ok"]
     wide = config_of(tmp_path, "--trainer.cpus 4096 --inference.host 0.0.0.0")
-    assert (
-        configuration.division(wide).level == "FAIL"
-        and "trainer.cpus = 4096 there are " in configuration.division(wide).text
-    )
+    assert configuration.division(wide).level == "FAIL"
+    assert "trainer.cpus = 4096 there are " in configuration.division(wide).text
     assert [check.level for check in configuration.exposed(wide)] == ["warn"]
     monkeypatch.setenv("RL_TOKEN", "short")
-    assert (
-        levels(configuration.exposed(wide)) == {"network": "warn"}
-        and next(iter(configuration.exposed(wide))).level == "FAIL"
-    )
+    assert levels(configuration.exposed(wide)) == {"network": "warn"}
+    assert next(iter(configuration.exposed(wide))).level == "FAIL"
 
 
 def test_servers_that_a_run_needs(tmp_path):
