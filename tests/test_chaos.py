@@ -52,7 +52,7 @@ backoff_s = 0.1
 """
 
 
-def check_chaos(folder: Path, kills: int, targets: str) -> None:
+def check_chaos(folder, kills, targets):
     """A run in which each of these is killed in turn, and recovers."""
     make_tiny_model(folder / "model")
     (folder / "run.toml").write_text(CONFIG)
@@ -130,7 +130,7 @@ def run_dir(tmp_path):
     return run_dir
 
 
-def config(**orchestrator) -> RLConfig:
+def config(**orchestrator):
     environment = [{"id": "x"}]
     return RLConfig.model_validate(
         {

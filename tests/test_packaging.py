@@ -74,7 +74,7 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
     } | {"HF_HUB_OFFLINE": "1"}
 
-    def run(*command: object, cwd: Path = tmp_path) -> str:
+    def run(*command, cwd=tmp_path):
         done = subprocess.run(
             list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=240
         )

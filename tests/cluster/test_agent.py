@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from rl.cluster import agent as module
 from rl.cluster.agent import RankAgent
 from rl.launch.devices import Share, Split
 from rl.launch.roles import AGENT
-from rl.run_dir.nodes import TrainerWorld
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.children import PYTHON
 from tests.cluster.configs import run_config, world_of
@@ -46,7 +44,7 @@ def make(tmp_path, children, monkeypatch):
     monkeypatch.setattr(module, "PYTHON", (str(program), *PYTHON[1:]))
     monkeypatch.setattr(module, "AGENT", [str(program), *AGENT[1:]])
 
-    def make_agent(ranks: int) -> tuple[RankAgent, Path]:
+    def make_agent(ranks):
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
         share = Share([], sorted(os.sched_getaffinity(0)), {"SHARE": "1"})
         note = tmp_path / "note"
@@ -63,12 +61,12 @@ def make(tmp_path, children, monkeypatch):
     return make_agent
 
 
-def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> TrainerWorld:
+def world(generation, nodes=(0, 1), stop=""):
     each = {"leases": [5] * len(nodes), "ranks": [1] * len(nodes)}
     return world_of(generation, list(nodes), **each, address="10.0.0.1", port=77, stop=stop)
 
 
-def read(note: Path) -> dict:
+def read(note):
     until(note.exists)
     found = json.loads(note.read_text())
     note.unlink()

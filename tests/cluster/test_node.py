@@ -12,7 +12,6 @@ import pytest
 from rl.cluster import node as module
 from rl.cluster.node import START_AGAIN, Node, main, own_share
 from rl.config.command_line import write_config
-from rl.config.run import RLConfig
 from rl.launch.children import FORWARDED_S, Children
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import lease_path
@@ -25,7 +24,7 @@ from tests.launch.test_run import DRIVER, ENVIRONMENTS, FOREVER, SCRIPTS
 from tests.waiting import until
 
 
-def make_config(tmp_path, **cluster) -> RLConfig:
+def make_config(tmp_path, **cluster):
     usual = {"nodes": 2, "trainer_nodes": 1, "join_timeout_s": 0.2}
     return run_config(tmp_path, usual | cluster)
 
@@ -119,7 +118,7 @@ def test_a_disk_that_does_not_answer_for_a_moment_ends_nothing(
         iter([OSError(28, "No space left on device", "x"), None, "over"]),
     )
 
-    def poll() -> RunOver | None:
+    def poll():
         found = next(polls)
         if isinstance(found, OSError):
             raise found

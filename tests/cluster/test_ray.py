@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -47,7 +45,7 @@ PROMPT = {
 class RayCluster:
     """A head without room for actors, and machines with two GPUs that do not exist."""
 
-    def __init__(self, machines: int):
+    def __init__(self, machines):
         from ray.cluster_utils import Cluster
 
         self.before = {*psutil.Process().children(recursive=True)}
@@ -60,10 +58,10 @@ class RayCluster:
         self.cluster.wait_for_nodes()
         self.others: list[psutil.Process] = []
 
-    def add(self) -> None:
+    def add(self):
         self.cluster.add_node(num_cpus=2, num_gpus=2)
 
-    def kill_machine_of(self, pid: int) -> None:
+    def kill_machine_of(self, pid):
         """Cuts the power of the machine on which a process runs."""
         above = {parent.pid for parent in psutil.Process(pid).parents()}
         (node,) = [
@@ -74,13 +72,13 @@ class RayCluster:
         kill_below(node.all_processes["raylet"][0].process.pid)
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def kill_head(self) -> None:
+    def kill_head(self):
         """Ends the head, and remembers the processes of all machines: some of them outlive their
         cluster then."""
         self.others = [*{*psutil.Process().children(recursive=True)} - self.before]
         self.cluster.remove_node(self.cluster.head_node, allow_graceful=False)
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.cluster.shutdown()
         for process in self.others:
             # psutil knows a pid that is another process by now
@@ -89,7 +87,7 @@ class RayCluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -101,7 +99,7 @@ def cluster() -> Iterator[RayCluster]:
 class Run:
     """A driver and its stand-ins."""
 
-    def __init__(self, root: Path, address: str, **settings: Any):
+    def __init__(self, root, address, **settings):
         usual = {"engine": "ray", "nodes": 4, "grace_s": 5, "ray": {"address": address}}
         environments = {"environment": [{"id": "owner/name"}]}
         self.config = run_config(root, usual | settings, orchestrator=environments)
@@ -117,33 +115,33 @@ class Run:
             text=True,
         )
 
-    def stand_ins(self, state: str = "") -> list[tuple[int, int]]:
+    def stand_ins(self, state=""):
         """Index and pid of those in a state: `.left`, `.ended` or `.over`; without one, of those
         that run."""
         paths = [path for path in (self.root / "stand-ins").glob("*") if path.suffix == state]
         found = [path.stem.split("-") for path in paths]
         return sorted((int(index), int(pid)) for index, pid in found)
 
-    def indices(self, state: str = "") -> list[int]:
+    def indices(self, state=""):
         return [index for index, _ in self.stand_ins(state)]
 
-    def all_run(self, timeout_s: float = START_S) -> dict[int, int]:
+    def all_run(self, timeout_s=START_S):
         """The pid of the one stand-in of each index, once all run."""
         until(lambda: self.indices() == [0, 1, 2, 3] or self.driver.poll() is not None, timeout_s)
         assert self.driver.poll() is None, self.driver.communicate()[1]
         return dict(self.stand_ins())
 
-    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
+    def end(self, timeout_s=30.0):
         """Exit code and last words of the driver."""
         _, text = self.driver.communicate(timeout=timeout_s)
         return self.driver.returncode, text
 
 
 @pytest.fixture
-def start(tmp_path, cluster) -> Iterator[Any]:
+def start(tmp_path, cluster):
     runs: list[Run] = []
 
-    def begin(**settings: Any) -> Run:
+    def begin(**settings):
         runs.append(Run(tmp_path, cluster.cluster.address, **settings))
         return runs[-1]
 
@@ -265,24 +263,24 @@ def test_no_ray(tmp_path, monkeypatch):
 class RealRun:
     """A run of the tiny model: two machines train, one serves."""
 
-    def __init__(self, folder: Path, model: Path):
+    def __init__(self, folder, model):
         config = real_config(folder, model, {"engine": "ray", "ray": {"gpus": 0}}, "run")
         self.file, self.run_dir, self.said = folder / "run.toml", config.run_dir, folder / "said"
         write_config(self.file, config)
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, *words):
         with self.said.open("ab") as file:
             command = [sys.executable, "-m", "rl.main", *words]
             return subprocess.Popen(
                 command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file
             )
 
-    def submit(self, cluster: RayCluster, *words: str) -> subprocess.Popen[bytes]:
+    def submit(self, cluster, *words):
         return self.start(
             "@", str(self.file), "--cluster.ray.address", cluster.cluster.address, *words
         )
 
-    def wait_for_steps(self, process: subprocess.Popen[bytes], more: int = 5) -> None:
+    def wait_for_steps(self, process, more=5):
         wanted = steps_of(self.run_dir) + more
         until(lambda: steps_of(self.run_dir) >= wanted or process.poll() is not None, 400.0)
         assert process.poll() is None, self.said.read_text()[-3000:]

@@ -33,7 +33,7 @@ STATE = OrchestratorState(
 )
 
 
-def weights(step: int) -> bytes:
+def weights(step):
     """A safetensors file without tensors."""
     header = b'{"__metadata__": {"step": "%d"}}' % step
     return len(header).to_bytes(8, "little") + header
@@ -78,7 +78,7 @@ def branch(*args, code=0):
     assert subcommand("branch", flags(*args), Children()) == code
 
 
-def fault(capsys, *args, code=1) -> str:
+def fault(capsys, *args, code=1):
     try:
         branch(*args, code=code)
     except SystemExit as end:

@@ -151,7 +151,7 @@ def test_a_flag_that_a_run_of_recorded_rollouts_does_not_read_is_warned_about(tm
     (tmp_path / "r.jsonl").touch()
     recorded = ["--recorded.rollouts", str(tmp_path / "r.jsonl")]
 
-    def warned(flags: str, **settings: bool) -> list[str]:
+    def warned(flags, **settings):
         load_config_or_exit([*recorded, *flags.split()], "rl train", variables={}, **settings)
         lines = capsys.readouterr().err.splitlines()
         return [line.split("warning: ")[1].split(" = ")[0] for line in lines]

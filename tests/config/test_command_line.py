@@ -19,7 +19,7 @@ from tests.flags import faults, flags, made
 ENV = ["--orchestrator.environment.id", "e"]
 
 
-def config(*args: str, **variables: str):
+def config(*args, **variables):
     return made(*ENV, *args, **variables)
 
 
@@ -27,7 +27,7 @@ def config(*args: str, **variables: str):
 def file(tmp_path):
     """Writes a TOML file and returns its path."""
 
-    def write(name: str, text: str) -> str:
+    def write(name, text):
         path = tmp_path / name
         path.write_text(text)
         return str(path)
@@ -58,7 +58,7 @@ def test_a_section_as_a_whole_and_its_keys_in_different_layers(file):
     one = file("one.toml", '[orchestrator.environment]\nid = "x"\nweight = 2\n')
     off = file("off.toml", "[wandb]\nproject = 'p'\ntags = ['t']\n")
 
-    def played(*args: str):
+    def played(*args):
         return [(env.id, env.weight) for env in made(*args).orchestrator.environment]
 
     several = ("--orchestrator.environment", "[{id = 'a'}, {id = 'b'}]")
@@ -235,7 +235,7 @@ def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys
     )
 
 
-def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
+def command(*args):
     """What `rl` printed, and the CPU seconds that it took: wall time would be that of the
     machine's other work, too."""
     began = children_cpu_s()
@@ -296,7 +296,7 @@ def test_a_shell_may_close_the_output(closed):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def help_on(capsys, *topic: str, program: str = "rl") -> str:
+def help_on(capsys, *topic, program="rl"):
     with pytest.raises(SystemExit) as end:
         load_config_or_exit(flags("--help", *topic), program)
     assert end.value.code == 0

@@ -9,7 +9,7 @@ ENVIRONMENT = "--orchestrator.environment.id first-half"
 URL = "--orchestrator.inference_urls http://a:1"
 
 
-def line(cluster: str, more: str) -> str:
+def line(cluster, more):
     """A command line; each word of `cluster` is a key of that table and its value."""
     keys = (word.split("=") for word in cluster.split())
     return " ".join([ENVIRONMENT, *(f"--cluster.{key} {value}" for key, value in keys), more])

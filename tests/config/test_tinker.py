@@ -10,7 +10,7 @@ from rl.config.tinker import service_loss
 from tests.flags import faults
 
 
-def config_of(**values) -> RLConfig:
+def config_of(**values):
     """A run with a service; `values` are sections."""
     trainer = {"backend": "tinker"} | values.pop("trainer", {})
     orchestrator = {"environment": [{"id": "test"}]} | values.pop("orchestrator", {})

@@ -12,7 +12,7 @@ from tests.flags import faults, made
 ENV = ["--orchestrator.environment.id", "e"]
 
 
-def config(*args: str) -> RLConfig:
+def config(*args):
     return made(*ENV, *args)
 
 

@@ -14,7 +14,7 @@ from tests.envs.stub_policy import StubPolicy, call, order
 on_path("box_trail")
 
 
-def walker(prompt: str) -> str:
+def walker(prompt):
     """Opens the box that was named last, until there is a number."""
     if numbers := re.findall(r"The number is (\d)", prompt):
         return numbers[-1]

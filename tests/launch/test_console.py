@@ -36,7 +36,7 @@ QUIET = "--orchestrator.show_rollout_every 0"
 class Screen:
     """A console on a run directory that the test writes in place of the processes."""
 
-    def __init__(self, tmp_path, *args: str, out=None):
+    def __init__(self, tmp_path, *args, out=None):
         base = f"--orchestrator.environment.id e --name r --output_dir {tmp_path} --max_steps 9"
         self.config = made(base, *args)
         self.run_dir = self.config.run_dir
@@ -44,20 +44,20 @@ class Screen:
         self.reader = MetricsReader(self.run_dir.metrics)
         self.open()
 
-    def open(self) -> None:
+    def open(self):
         Merger(self.run_dir.metrics).merge()
         self.console = Console(self.config, self.run_dir, self.out)
         self.reader.new()
 
-    def write(self, step: int, source: str, metrics: dict) -> None:
+    def write(self, step, source, metrics):
         MetricsLog(self.run_dir.metrics, source).write(step, metrics)
 
-    def step(self, step: int, **metrics: float) -> None:
+    def step(self, step, **metrics):
         """Writes the lines of a step; `metrics` are more of the orchestrator's."""
         self.write(step, "orchestrator", {"reward/mean": 0.5} | metrics)
         self.write(step, "trainer", TRAINER)
 
-    def look(self) -> str:
+    def look(self):
         """Returns what this update prints."""
         start = self.out.tell()
         Merger(self.run_dir.metrics).merge()
@@ -198,7 +198,7 @@ def test_the_column_of_evaluations_is_one_of_them(tmp_path):
 def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
     screen = Screen(tmp_path, QUIET)
 
-    def enter(name: str, phase: Phase, step: int | None = None, detail: str = "") -> None:
+    def enter(name, phase, step=None, detail=""):
         write_status(
             screen.run_dir.status(name),
             RoleStatus(phase=phase, step=step, detail=detail, since=0.0),
@@ -364,7 +364,7 @@ def test_short_batches_and_lengths_that_end_many_rollouts_are_said_on_the_line_a
 
 
 def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
-    def said(*args: str) -> list[str]:
+    def said(*args):
         screen = Screen(tmp_path, *args)
         screen.console.introduce()
         return screen.out.getvalue().splitlines()
@@ -392,14 +392,14 @@ def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def terminal(tmp_path, monkeypatch, width: int, height: int = 24, *args: str) -> Screen:
+def terminal(tmp_path, monkeypatch, width, height=24, *args):
     monkeypatch.setitem(os.environ, "COLUMNS", str(width))
     monkeypatch.setitem(os.environ, "LINES", str(height))
     screen = Screen(tmp_path, QUIET, *args, out=Terminal())

@@ -21,7 +21,7 @@ from rl.run_dir.numbers import Numbers
 from rl.run_dir.paths import BranchOrigin, RunDir
 
 
-def synthetic(root, steps: int = 8) -> RunDir:
+def synthetic(root, steps=8):
     """A run: reward grows by 0.1 per step, a quarter of the time is waiting, inference idles in
     30% of long and 0% of short batches."""
     run_dir = RunDir(root, root / "weights")
@@ -178,7 +178,7 @@ def test_the_time_of_a_run_counts_what_a_resume_trained_once_more_and_a_branch_i
     monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # long runs are not read at once
     run_dir = synthetic(tmp_path)
 
-    def first_line() -> str:
+    def first_line():
         for step in (7, 8):
             MetricsLog(run_dir.metrics, "trainer").write(
                 step, {"time/step": 5.0, "time/wait_for_batch": 5.0}

@@ -2,17 +2,17 @@
 
 import pytest
 
-from rl.launch.devices import Split, check_build, split
+from rl.launch.devices import check_build, split
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
 from tests.flags import made
 
 
-def config(*args: str):
+def config(*args):
     return made("--orchestrator.environment.id e", *args)
 
 
-def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:
+def divide(num_gpus, *args, cores=4, **more):
     return split(
         config(*args), Machine([str(i) for i in range(num_gpus)], list(range(cores)), **more)
     )

@@ -13,9 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from rl.config.command_line import build, from_toml, parse_args
-from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
-from rl.launch.prepare import Prepared, prepare
+from rl.launch.prepare import prepare
 from rl.run_dir import lease
 from rl.run_dir.lease import LockOwner, hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
@@ -34,26 +33,26 @@ class Place:
 
     base = "--orchestrator.environment.id e --name r --output_dir TMP/outputs"
 
-    def __init__(self, tmp: Path):
+    def __init__(self, tmp):
         self.tmp = tmp
         self.run_dir = self.config().run_dir
         self.root = self.run_dir.root
 
-    def config(self, *args: str, **variables: str) -> RLConfig:
+    def config(self, *args, **variables):
         base = self.base.replace("TMP", str(self.tmp))
         return made(base, *args, **variables).with_absolute_paths()
 
-    def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
+    def __call__(self, *args, resume=None, clean=False):
         prepared = prepare(self.config(*args), resume=resume, clean=clean)
         prepared.lease.close()
         return prepared
 
-    def fails(self, *args: str, resume: int | None = None, clean: bool = False) -> str:
+    def fails(self, *args, resume=None, clean=False):
         with pytest.raises(RunError) as error:
             self(*args, resume=resume, clean=clean)
         return str(error.value)
 
-    def fill(self, steps: int, checkpoints: tuple[int, ...] = ()) -> None:
+    def fill(self, steps, checkpoints=()):
         """Writes the files of a run with this many steps."""
         for step in range(1, steps + 1):
             write_batch(self.run_dir.batch(step), TrainBatch(step=step, samples=[]), None)
@@ -75,7 +74,7 @@ def place(tmp_path):
 def test_a_resume_opens_as_many_files_however_long_the_run_is(tmp_path):
     opened, counts = [], []
 
-    def hook(event: str, arguments: tuple) -> None:
+    def hook(event, arguments):
         if event == "open" and str(tmp_path) in str(arguments[0]):
             opened.append(arguments[0])
 

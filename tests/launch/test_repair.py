@@ -21,7 +21,7 @@ from rl.wire.rollouts import Group, Rollout, Turn
 from tests.launch.long_run import make_checkpoint, make_version
 
 
-def finished(group_id: int, sampled_by: int) -> Group:
+def finished(group_id, sampled_by):
     turn = Turn.of([1], [2], [-1.0], [VersionSpan(sampled_by, 1)])
     return Group(
         group_id=group_id, env="e", task=0, rollouts=[Rollout(turns=[turn])], advantages=[0.0]

@@ -103,21 +103,21 @@ ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 class Run:
     """Runs the command in its own directory."""
 
-    def __init__(self, tmp: Path):
+    def __init__(self, tmp):
         self.tmp = tmp
         self.root = tmp / "outputs" / "r"
         self.run_dir = RunDir(self.root, self.root / "weights")
         self.processes: list[subprocess.Popen] = []
 
-    def __enter__(self) -> "Run":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for process in self.processes:
             process.kill()
             process.wait()
 
-    def start(self, *args: str, **scripts: str) -> subprocess.Popen:
+    def start(self, *args, **scripts):
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
         environment = "--orchestrator.environment.id say-digit --orchestrator.environment.name e"
         base = f"--name r --max_steps 3 --output_dir {self.tmp}/outputs"
@@ -134,22 +134,22 @@ class Run:
         self.processes.append(process)
         return process
 
-    def __call__(self, *args: str, **scripts: str) -> tuple[int, str, str]:
+    def __call__(self, *args, **scripts):
         process = self.start(*args, **scripts)
         out, err = process.communicate(timeout=120)
         return process.returncode, out, err
 
-    def pids(self, count: int) -> list[int]:
+    def pids(self, count):
         path = self.root / "pids"
         until(lambda: path.exists() and len(path.read_text().split()) >= count, 120)
         return [int(word) for word in path.read_text().split()]
 
-    def lose(self) -> None:
+    def lose(self):
         """Another `rl`, on another host, takes the run over."""
         owner = LockOwner(1, "far", "elsewhere")
         lease_path(self.run_dir.lock("rl"), 2).write_bytes(msgspec.json.encode(owner))
 
-    def nobody_left(self) -> bool:
+    def nobody_left(self):
         """Returns whether none of its processes runs; ended ones may be zombies until init has
         reaped them."""
         return not any(alive(pid) for pid in self.pids(1))
@@ -356,7 +356,7 @@ def test_a_stop_says_which_steps_a_resume_trains_again(rl):
     stays = {name: SCRIPTS[name] + save * (name == "trainer") + FOREVER for name in TRAINING}
     process, path = rl.start(**stays), rl.run_dir.metrics
 
-    def all_trained() -> bool:
+    def all_trained():
         text = path.read_text() if path.exists() else ""
         return text.count("loss/mean") == text.count('"reward/mean') == 3
 
@@ -513,7 +513,7 @@ class Loop(RunLoop):
     """The loop of `rl` alone, whose supervisor meets these errors, one at each poll; None is a
     good poll. Then all processes end."""
 
-    def __init__(self, root: Path, *errors: int | None):
+    def __init__(self, root, *errors):
         self.run_dir, self.said, self.polls = (
             RunDir(root, root / "weights"),
             list[str](),
@@ -530,7 +530,7 @@ class Loop(RunLoop):
         self.trackers = SimpleNamespace(send=lambda _: None)
         self.shown = list[object]()
 
-    def meet(self, lines: list[object]) -> None:
+    def meet(self, lines):
         self.shown += lines
         number = next(self.polls, 0)
         self.supervisor.keeper.finished = number == 0
@@ -547,7 +547,7 @@ def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, m
     loop.reader = SimpleNamespace(new=lambda: next(lines, []))
     fences = iter([OSError(errno.EIO, "Input/output error", "/disk/rl.000001.lease")])
 
-    def check_fence() -> None:
+    def check_fence():
         if error := next(fences, None):
             raise error
 

@@ -1,7 +1,6 @@
 """TensorBoard event files from the lines of metrics.jsonl. test_run.py has W&B with a run."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +25,11 @@ LINES = [
 
 
 @pytest.fixture
-def run_dir(tmp_path) -> RunDir:
+def run_dir(tmp_path):
     return RunDir(tmp_path, tmp_path / "weights")
 
 
-def scalars(file: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(file):
     """Reads an event file as TensorBoard does: records of length, checksum, event, checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
@@ -92,7 +91,7 @@ def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_
     dead host."""
     asked = []
 
-    def finish(exit_code: int) -> None:
+    def finish(exit_code):
         raise TimeoutError("Timed out finishing run.")
 
     run = SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=finish)

@@ -29,12 +29,12 @@ def run(tmp_path):
         yield run
 
 
-def rl(run: Run, *words: str) -> tuple[int, str, str]:
+def rl(run, *words):
     done = subprocess.run([RL, *words], cwd=run.tmp, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
-def watching(run: Run) -> subprocess.Popen[str]:
+def watching(run):
     command = [RL, "watch", "outputs/r"]
     return subprocess.Popen(command, cwd=run.tmp, stdout=subprocess.PIPE, text=True)
 
@@ -164,7 +164,7 @@ def cluster(tmp_path, monkeypatch):
     nodes = Nodes(config.run_dir)
     nodes.folder.mkdir(parents=True)
 
-    def machine(index: int, *roles: str) -> None:
+    def machine(index, *roles):
         status = status_of(index, roles=[*roles], place="elsewhere", heartbeat=time.time())
         nodes.write(nodes.status_path(index), status)
 

@@ -29,7 +29,7 @@ def run_dir(tmp_path, monkeypatch):
     return run_dir
 
 
-def noted_reads(monkeypatch) -> list[str]:
+def noted_reads(monkeypatch):
     """The names of the files of rollouts that are read from now on."""
     read, sound = [], index.sound_rollouts
     monkeypatch.setattr(index, "sound_rollouts", lambda path: read.append(path.name) or sound(path))

@@ -73,7 +73,7 @@ def test_its_process_goes_on(tmp_path):
         writer = subprocess.Popen([sys.executable, "-c", WRITER], stdout=file)
     cuts = []
 
-    def cut_twice() -> bool:
+    def cut_twice():
         before = os.stat(log).st_size
         trim_logs([log])
         cuts.extend([before] if os.stat(log).st_size < before else [])

@@ -55,7 +55,7 @@ HERE = frozenset({Path(sys.prefix), Path(sys.base_prefix), Path(escapes.__file__
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
 
-def inside(box: Sandbox, *command: str) -> subprocess.CompletedProcess:
+def inside(box, *command):
     return subprocess.run(box.wrap(command), capture_output=True, text=True, timeout=30)
 
 

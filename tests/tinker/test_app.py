@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -38,7 +37,7 @@ class CountingLearner:
 
     vocab_size = 100
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: dict[str, int] = {}
         self.done: list[tuple] = []
 
@@ -93,7 +92,7 @@ class Servers:
 
     timeout_s = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.held, self.loads = 0, list[int]()
 
     async def wait_for_any(self):
@@ -120,9 +119,7 @@ class Servers:
         )
 
 
-def service_of(
-    root: Path, learner: CountingLearner, servers: Servers
-) -> tuple[Training, SamplingSessions, KeyGate]:
+def service_of(root, learner, servers):
     """A service in a folder."""
     model = {"name": "tiny", "max_model_len": 64}
     config = RLConfig.model_validate(
@@ -138,7 +135,7 @@ def service_of(
 class Client:
     """A server in a folder, and requests to it."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.learner, self.servers = CountingLearner(), Servers()
         self.training, self.sampling, app = service_of(root, self.learner, self.servers)
         self.http = httpx.AsyncClient(

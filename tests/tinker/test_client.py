@@ -47,7 +47,7 @@ LOSS_TYPES = (
 )
 
 
-def config_of(root, url=None, **trainer) -> RLConfig:
+def config_of(root, url=None, **trainer):
     return RLConfig.model_validate(
         {
             "name": "run",
@@ -68,7 +68,7 @@ def service(tmp_path, monkeypatch):
         yield found
 
 
-def small_batch(step: int) -> TrainBatch:
+def small_batch(step):
     """A batch whose ids the counting trainer has."""
     return TrainBatch(
         step=step,
@@ -78,7 +78,7 @@ def small_batch(step: int) -> TrainBatch:
     )
 
 
-def orchestrating(config: RLConfig, steps: int) -> StubOrchestrator:
+def orchestrating(config, steps):
     return StubOrchestrator(config.run_dir, [small_batch(step) for step in range(1, steps + 1)])
 
 
@@ -192,7 +192,7 @@ def test_metrics_are_those_of_the_trained_tokens(tmp_path):
 # The trainer --------------------------------------------------------------------------------------
 
 
-def trainer_of(config: RLConfig) -> RemoteTrainer:
+def trainer_of(config):
     return RemoteTrainer(config, Status(config.run_dir.status("trainer"), "trainer"))
 
 

@@ -38,7 +38,7 @@ async def session(root):
         return client.training.models[model].run_dir, client.training.config
 
 
-def again(run_dir: RunDir, config, scratch, learner) -> list[tuple]:
+def again(run_dir, config, scratch, learner):
     storage = Storage(RunDir(scratch, scratch / "weights"))
     assert copy_calls(run_dir, storage) == 3
     found = replay(Training(config, storage, learner), run_dir, lambda there: "")

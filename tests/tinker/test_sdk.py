@@ -18,7 +18,7 @@ SDK = f"uv run --no-project --isolated --python {sys.executable} --with tinker==
 STEPS = 5
 
 
-def in_table() -> dict[str, set[str]]:
+def in_table():
     """The names that the table of docs/tinker.md has for each client."""
     rows = re.findall(
         r"^\| `(\w+Client)` \|(.*)$", Path("docs/tinker.md").read_text(), re.MULTILINE
@@ -26,7 +26,7 @@ def in_table() -> dict[str, set[str]]:
     return {client: set(re.findall(r"`(\w+)`", names)) for client, names in rows}
 
 
-def client(served: tuple[dict[str, str], Path], kills: dict[int, str]) -> list[dict]:
+def client(served, kills):
     """Runs the client and returns what it told. `kills`: process to kill after a step."""
     env, root = served
     program = subprocess.Popen(

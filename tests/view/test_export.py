@@ -5,7 +5,6 @@ import json
 import re
 import socket
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -25,7 +24,7 @@ from tests.view.made import make_runs
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     return make_runs(tmp_path_factory.mktemp("export"))
 
 
@@ -130,7 +129,7 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
     assert "node17 is a word, /usr/lib/x.so a file, ~/x is not" in shown
 
 
-def recorded(path: Path) -> dict:
+def recorded(path):
     """What a page has in place of a server."""
     (data,) = re.findall(
         r'<script type="application/json" id="recorded">(.*?)</script>', path.read_text(), re.DOTALL

@@ -3,10 +3,8 @@ rollout becomes more than text."""
 
 import shutil
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -31,7 +29,7 @@ from tests.view.serving import serving
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 
 
-def leave(tab: Tab) -> None:
+def leave(tab):
     """To the list of runs, until nothing more is asked of a run that goes."""
     tab.go("#/runs")
     tab.page.wait_for_selector(".runs tbody tr")
@@ -52,25 +50,25 @@ PAGES = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     return make_runs(tmp_path_factory.mktemp("page"))
 
 
 @pytest.fixture(scope="module")
-def links(place) -> Iterator[list[str]]:
+def links(place):
     with serving(place) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def opened(browser, links) -> Iterator[Tab]:
+def opened(browser, links):
     found = Tab(browser, links)
     yield found
     found.close()
 
 
 @pytest.fixture
-def tab(opened) -> Iterator[Tab]:
+def tab(opened):
     """One tab for all tests: to open one takes a second."""
     yield opened
     assert not opened.faults and opened.page.evaluate("window.hacked") is None
@@ -81,12 +79,12 @@ def test_the_cookie_is_sent_to_no_other_server_of_this_host(tab):
     sent = list[tuple[str, str | None]]()
 
     class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             sent.append((self.path, self.headers["cookie"]))
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
@@ -591,12 +589,12 @@ def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_pa
     content = msgspec.json.decode(msgspec.json.encode(recorded("x", library.run("x"), 20 << 20)[0]))
     handlers, routes = Handlers(library), {route.name: route for route in ROUTES}
 
-    def of_server(name: str, values: dict) -> dict:
+    def of_server(name, values):
         pairs = [(key, str(value).lower()) for key, value in values.items()]
         answer = msgspec.to_builtins(routes[name].ask(handlers, QueryParams(pairs)))
         return {key: answer[key] for key in ("total", "rows", "sorts", "facets") if key in answer}
 
-    def of_file(name: str, values: dict) -> dict:
+    def of_file(name, values):
         return tab.page.evaluate(
             "([all, name, values]) => import('./page/recorded.js')"
             ".then((m) => m.recordedAnswer(all, name, values)).catch(String)",

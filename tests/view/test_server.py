@@ -8,7 +8,6 @@ import socket
 import subprocess
 import time
 from hashlib import sha256
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.records.run import Run
 from rl.run_dir.access_token import link
 from rl.run_dir.metrics import SECTIONS, MetricsLog
-from rl.run_dir.paths import BranchOrigin, RunDir
+from rl.run_dir.paths import BranchOrigin
 from rl.run_dir.spans import Gauges, Span
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.system import linux, process_table
@@ -50,11 +49,11 @@ HOST = "127.0.0.1:8411"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     return make_runs(tmp_path_factory.mktemp("view"))
 
 
-def guarded(library: Library) -> tuple[TestClient, list[str]]:
+def guarded(library):
     """A browser that was not let in yet, and the links that were printed so far."""
     links = list[str]()
     note_link = lambda number: links.append(link(SECRET, f"http://{HOST}/", number))  # noqa: E731
@@ -62,14 +61,14 @@ def guarded(library: Library) -> tuple[TestClient, list[str]]:
     return TestClient(gate, base_url=f"http://{HOST}"), links
 
 
-def let_in(library: Library) -> TestClient:
+def let_in(library):
     found, links = guarded(library)
     enter(found, links[0])
     return found
 
 
 @pytest.fixture(scope="module")
-def client(place) -> TestClient:
+def client(place):
     """A browser that was let in."""
     return let_in(Library([place]))
 
@@ -80,10 +79,10 @@ def ask(place):
     return asking(Handlers(Library([place])))
 
 
-def asking(handlers: Handlers):
+def asking(handlers):
     routes = {route.name: route for route in ROUTES}
 
-    def ask(route: str, run: object = "first", **values: object):
+    def ask(route, run="first", **values):
         values |= {} if route == "runs" else {"run": run}
         pairs = [
             (name, str(each))
@@ -146,12 +145,12 @@ def test_a_branch_is_compared_as_one_and_environments_at_equal_shares(tmp_path):
         assert [name[7:] for name in metrics if name.startswith("reward/")] == names
 
 
-def write_metrics(files: RunDir, *lines: dict) -> None:
+def write_metrics(files, *lines):
     with files.metrics.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def deaths(handlers: Handlers, **axis: str) -> list[responses.CurveMark]:
+def deaths(handlers, **axis):
     marks = handlers.curves(run=["x"], **axis).marks
     return [mark for mark in marks if mark.kind in ("death", "restart")]
 
@@ -401,7 +400,7 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(alone):
     note(files, now - 99, "start")
     note(files, now - 95, "start", "inference")
 
-    def status(phase: Phase, since: float) -> list[tuple[float, float]]:
+    def status(phase, since):
         fields = {"pid": 1, "host": "elsewhere", "step": 1, "heartbeat": now}
         fields |= {"waiting_for": phase.waits_for, "since": now + since - 100}
         write_status(files.status("trainer"), RoleStatus(process="trainer", phase=phase, **fields))
@@ -437,7 +436,7 @@ def test_of_many_equal_spans_as_many_are_shown_as_may_be(alone, monkeypatch):
 
 
 def test_reading_a_run_leaves_it_as_it_is(ask, place):
-    def looks() -> str:
+    def looks():
         files = sorted(path for path in (place / "first").rglob("*") if path.is_file())
         return sha256(
             b"".join(
@@ -472,7 +471,7 @@ def test_the_state_of_a_run_is_followed(alone, monkeypatch):
     monkeypatch.setattr(runs, "LIVE_S", 0.0)
     (files, handlers), said = alone, []
 
-    def state() -> None:
+    def state():
         (row,) = handlers.runs().runs
         assert row.state == handlers.health(run="x").state
         said.append((row.state, row.why))
@@ -592,7 +591,7 @@ def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(alo
     batch = {"source": "orchestrator", "reward/mean": 0.5}
     step = {"source": "trainer", "loss/mean": 0.1}
 
-    def lines(n: int, time: float) -> list[dict]:
+    def lines(n, time):
         return [{"step": n, "time": time, **batch}, {"step": n, "time": time + 5, **step}]
 
     write_metrics(files, *(line for n in (1, 2, 3) for line in lines(n, 1000.0 + 10 * n)))

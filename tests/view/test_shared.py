@@ -4,14 +4,12 @@ again."""
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from rl.records.run import Run
 from rl.run_dir import metrics
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span
 from rl.system.errors import RunError
 from rl.view.library import Library
@@ -23,7 +21,7 @@ from tests.view.made import write_numbers
 SPANS = 3000
 
 
-def made(root: Path, steps: int = 4, answer: str = "four") -> RunDir:
+def made(root, steps=4, answer="four"):
     """A run with spans of two processes."""
     run_dir = make_run(root)
     write_numbers(run_dir, [0.5] * steps)
@@ -45,7 +43,7 @@ def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
     before = handlers.runs()
     held, done = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with handlers._reading(["slow"]):
             held.set()
             done.wait(20)
@@ -78,7 +76,7 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     before = handlers.runs().runs[0].step
     parsed, real = [], metrics.parse_line
 
-    def parse(line: bytes, *more: object) -> object:
+    def parse(line, *more):
         parsed.append(line)
         return real(line, *more)
 

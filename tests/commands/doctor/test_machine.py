@@ -17,7 +17,6 @@ import pytest
 
 from rl.commands.doctor import configuration, machine
 from rl.commands.doctor.main import main
-from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
 from rl.system import linux
@@ -164,7 +163,7 @@ def test_what_a_file_system_lacks(tmp_path, monkeypatch, name, patch, level, sai
 # A configuration ----------------------------------------------------------------------------------
 
 
-def config_of(tmp_path, *more) -> RLConfig:
+def config_of(tmp_path, *more):
     line = f"--output_dir {tmp_path} --name x --orchestrator.environment.id none"
     return made(line, *more)
 
