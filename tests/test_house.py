@@ -52,8 +52,17 @@ FUNCTION = 850
 SCRIPTS = 20_000
 """Tokens of all scripts."""
 EMPTY_NAMES = {
-    *("one", "found", "there", "own", "place", "made"),
-    *("given", "said", "heard", "more", "parts"),
+    "one",
+    "found",
+    "there",
+    "own",
+    "place",
+    "made",
+    "given",
+    "said",
+    "heard",
+    "more",
+    "parts",
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 HOMES = {

@@ -183,14 +183,12 @@ def test_a_lost_machine_is_replaced_with_its_index(start, cluster):
     assert here.indices(".over") == [0, 1, 2, 3]
     assert not any(map(alive, again.values()))
     assert [path.name for path in sorted(here.config.run_dir.logs.iterdir())] == [
-        *(
-            "node-0-1.log",
-            "node-1-1.log",
-            "node-1-2.log",
-            "node-2-1.log",
-            "node-2-2.log",
-            "node-3-1.log",
-        )
+        "node-0-1.log",
+        "node-1-1.log",
+        "node-1-2.log",
+        "node-2-1.log",
+        "node-2-2.log",
+        "node-3-1.log",
     ]
     files = [
         path

@@ -15,7 +15,9 @@ from tests.cluster import slurm_here
 from tests.cluster.configs import REAL, assert_each_step_once, processes_of, real_config, steps_of
 
 pytestmark = [
-    *(pytest.mark.cluster, pytest.mark.timeout(1200), pytest.mark.usefixtures("classic_home")),
+    pytest.mark.cluster,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("classic_home"),
     pytest.mark.skipif(bool(slurm_here.unable()), reason=slurm_here.unable()),
 ]
 RL = Path(sys.executable).parent / "rl"

@@ -81,16 +81,15 @@ def test_a_conversation_is_one_chain_of_exactly_its_ids(recorder):
             "temperature",
         )
     } == {
-        **{
-            "env": "math",
-            "task": "sum",
-            "sample": 0,
-            "agents": 1,
-            "reward": 0.5,
-            "metrics": {"right": 1.0},
-            "outcome": "truncated",
-        },
-        **{"policy": "stub", "temperature": 1.0},
+        "env": "math",
+        "task": "sum",
+        "sample": 0,
+        "agents": 1,
+        "reward": 0.5,
+        "metrics": {"right": 1.0},
+        "outcome": "truncated",
+        "policy": "stub",
+        "temperature": 1.0,
     }
     asked = [one["token_ids"] for one in recorder.policy.servers.asked]
     assert [played["prompt_ids"] for played in one["turns"]] == asked

@@ -50,11 +50,6 @@ def test_many_turns_are_one_sample():
     assert len(rollout.turns.by_chain()) == 1 and "[open_box]" in prompts[0]
 
 
-def test_an_answer_without_a_number_is_followed_by_a_reminder():
-    rollout, _ = play(lambda prompt: "I do not know", agent={"harness": {"patience": 2}})
-    assert (rollout.reward, len(rollout.turns), len(rollout.turns.by_chain())) == (0.0, 3, 1)
-
-
 def test_where_the_agent_rewrites_its_history_a_new_sample_begins():
     rollout, prompts = play(length=6, agent={"harness": {"keep": 4}})
     assert rollout.reward == 1.0 and rollout.metrics["compactions"] > 1 and len(rollout.turns) == 7

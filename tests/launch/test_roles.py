@@ -75,32 +75,17 @@ FOREIGN = {
             "WORLD_SIZE",
             "LOCAL_WORLD_SIZE",
             "GROUP_WORLD_SIZE",
-        ],
-        "7",
-    ),
-    **dict.fromkeys(
-        [
             "ROLE_WORLD_SIZE",
             "MASTER_ADDR",
             "MASTER_PORT",
             "TORCHELASTIC_RUN_ID",
             "TORCHELASTIC_USE_AGENT_STORE",
-        ],
-        "7",
-    ),
-    **dict.fromkeys(
-        [
             "PET_NNODES",
             "PET_RDZV_ENDPOINT",
             "VLLM_DP_SIZE",
             "VLLM_PORT",
             "VLLM_HOST_IP",
             "ACCELERATE_USE_FSDP",
-        ],
-        "7",
-    ),
-    **dict.fromkeys(
-        [
             "PYTHONOPTIMIZE",
             "PYTHONINSPECT",
             "NVIDIA_TF32_OVERRIDE",

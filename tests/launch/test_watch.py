@@ -136,7 +136,12 @@ def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
         if line.startswith("trainer ")
     ]
     assert [line.partition(" of")[0] for line in said if line not in ("", "--- attempt 1")] == [
-        *("begins", "attempt", "--- attempt 2", "begins", "attempt", "last words")
+        "begins",
+        "attempt",
+        "--- attempt 2",
+        "begins",
+        "attempt",
+        "last words",
     ]
     code, out, error = rl(run, "logs", "outputs/r", "trainer", "-f", "-n", "1")
     assert (code, out) == (0, "last words\n") and "continue it with" in error, "a run that is dead"

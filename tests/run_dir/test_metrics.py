@@ -117,8 +117,13 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
     # not those of another test's thread: a heartbeat
     points = [point for point in points if point[0].startswith(("metrics.", "merged."))]
     assert {name for name, _ in points} >= {
-        *("metrics.torn", "metrics.done", "metrics.rename"),
-        *("merged.write", "merged.torn", "merged.done", "merged.rename"),
+        "metrics.torn",
+        "metrics.done",
+        "metrics.rename",
+        "merged.write",
+        "merged.torn",
+        "merged.done",
+        "merged.rename",
     }
     for number, (name, count) in enumerate(points):
         path = tmp_path / f"life-{number}" / "metrics.jsonl"

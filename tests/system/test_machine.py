@@ -46,11 +46,9 @@ GROUPS = {
         "0::/",
         {
             "cpu.max": "250000 100000",
-            **{
-                "memory.max": "2000",
-                "memory.current": "1900",
-                "memory.stat": "anon 450\ninactive_file 1400\nactive_file 50",
-            },
+            "memory.max": "2000",
+            "memory.current": "1900",
+            "memory.stat": "anon 450\ninactive_file 1400\nactive_file 50",
         },
     ),
     "a job below its system's groups, version 2": (
@@ -72,8 +70,10 @@ GROUPS = {
     "a container, version 1, which sees its groups as the outermost": (
         "9:name=systemd:/docker/ab\n4:memory:/docker/ab\n1:cpu,cpuacct:/docker/ab\n0::/",
         {
-            **{"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"},
-            **{"memory/memory.limit_in_bytes": "2000", "memory/memory.usage_in_bytes": "1500"},
+            "cpu/cpu.cfs_quota_us": "250000",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": "2000",
+            "memory/memory.usage_in_bytes": "1500",
             "memory/memory.stat": "inactive_file 0\ntotal_inactive_file 1000",
         },
     ),

@@ -33,19 +33,17 @@ def test_this_machine_passes(tmp_path, capsys, monkeypatch):
     assert main(["--no-smoke"], Children()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:18].strip() for line in lines] == [
-        *(
-            "versions",
-            "cores",
-            "memory",
-            "GPUs",
-            "ports",
-            "files",
-            "shm",
-            "disk",
-            "disk speed",
-            "locks",
-            "clock",
-        )
+        "versions",
+        "cores",
+        "memory",
+        "GPUs",
+        "ports",
+        "files",
+        "shm",
+        "disk",
+        "disk speed",
+        "locks",
+        "clock",
     ]
     assert all(line.startswith(("ok  ", "warn")) for line in lines)
     assert lines[0].startswith("ok    versions     python 3.") and "vllm" in lines[0]
