@@ -437,8 +437,8 @@ def start(
     context.status = status
     model, step, digest = context.model, 0, ""
     if newest is None and model.unused:
-        text = f"{base}: {model.unused} are in its files, but no part of {type(model).__name__}"
-        status.warn(RunWarning("unused", "", f"{text}: they are neither trained nor published"))
+        text = f"{base}: its model does not use {model.unused}, which no version will have"
+        status.warn(RunWarning("unused", "", text))
     if settings.lora or (settings.loss.kl_coefficient and not settings.loss.kl_reference):
         digest = weights_digest(Path(base))
     if newest:
