@@ -13,7 +13,7 @@ import pytest
 
 import rl.trainer.main
 import rl.trainer.train
-from rl.commands import serve_process
+from rl.commands import serve
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
 from rl.records.run import Run
@@ -59,9 +59,7 @@ def test_a_gpu_that_is_not_there_ends_it_without_another_start(monkeypatch):
     assert ended.value.code == WRONG_SETTINGS
 
 
-@pytest.mark.parametrize(
-    "main", [rl.trainer.main.main, serve_process.main], ids=["trainer", "serve"]
-)
+@pytest.mark.parametrize("main", [rl.trainer.main.main, serve.process], ids=["trainer", "serve"])
 @pytest.mark.parametrize("users", ["PYTORCH_CUDA_ALLOC_CONF", ""])
 def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypatch, users, main):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is restored
@@ -70,7 +68,7 @@ def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypat
     if users:
         monkeypatch.setenv(users, "max_split_size_mb:128")
     monkeypatch.setattr("rl.trainer.main.leave", lambda _: sys.exit(7))
-    monkeypatch.setattr(serve_process, "load_config_or_exit", lambda *_, **__: sys.exit(7))
+    monkeypatch.setattr(serve, "load_config_or_exit", lambda *_, **__: sys.exit(7))
     with pytest.raises(SystemExit, match="7"):
         main()
     expected = None if users else "expandable_segments:True"

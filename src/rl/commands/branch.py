@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rl.cluster.submit import dry_run, start
-from rl.commands.policy_spec import find_run, version_number
+from rl.commands.options import find_run, version_number
 from rl.config.command_line import (
     CommandLine,
     fail,

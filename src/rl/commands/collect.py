@@ -21,10 +21,10 @@ from rl.commands.options import (
     check_writable,
     load,
     name_of_play,
+    resolve,
     usage,
 )
 from rl.commands.play_session import play_session, run, task_count
-from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail, options
 from rl.config.run import QUICK_EXAMPLES, RLConfig
 from rl.homes.resolve import Homes, homes_of

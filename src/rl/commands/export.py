@@ -4,8 +4,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.commands.options import check_writable
-from rl.commands.policy_spec import find_run, need_weights, version_number
+from rl.commands.options import check_writable, find_run, need_weights, version_number
 from rl.config.command_line import (
     fail,
     load_config_or_exit,

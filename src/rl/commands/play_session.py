@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl.commands.policy_spec import PolicySource
+from rl.commands.options import PolicySource
 from rl.config.command_line import from_toml, write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig

@@ -15,7 +15,6 @@ from rl.models.folder import vocab_size
 from rl.orchestrator.recorded.lines import Converter, RecordedLine, parse
 from rl.orchestrator.recorded.verifiers_rows import lines_of
 from rl.run_dir.files import matching
-from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
 from rl.wire.batch_file import check_given
@@ -46,7 +45,7 @@ class RecordedRollouts:
 
 def files_of(pattern: str) -> list[Path]:
     """Returns the files of recorded.rollouts. Raises RunError if there is none."""
-    files = [path for path in matching(pattern) if path.is_file() and path.name != PENDING_ROLLOUTS]
+    files = [path for path in matching(pattern) if path.is_file()]
     if not files:
         raise RunError(
             f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or "

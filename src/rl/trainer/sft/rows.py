@@ -16,7 +16,6 @@ from rl.config.rows import TABLES, chat_messages
 from rl.models.chat import Message, Tool, chat_call, chat_tools
 from rl.models.hub import hub_or_cache, load_table
 from rl.run_dir.files import matching
-from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
 from rl.system.terminal import did_you_mean
@@ -185,7 +184,7 @@ def files_of(source: DataSource) -> list[Path] | None:
     files = {
         path.with_suffix("") if path.suffix == ".gz" else path: path
         for path in matches
-        if path.name != PENDING_ROLLOUTS and (path.suffix != ".gz" or is_compressed(path))
+        if path.suffix != ".gz" or is_compressed(path)
     }
     if not files:
         raise RunError(f"{source.key} = {name!r}: no file matches {pattern}")
