@@ -244,9 +244,8 @@ class TreeMask:
         for span in cut_blocks(queries, positions):
             keys = visible_keys(queries[span], subtree_ends, positions, window)
             pair = (torch.from_numpy(array).to(device) for array in (queries[span], keys))
-            hidden = ~self._sees(*pair, window)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-            blocks.append(Block(span, runs_of(keys), mask.masked_fill_(hidden, -torch.inf)))
+            mask = torch.where(self._sees(*pair, window), 0.0, -torch.inf).to(dtype)
+            blocks.append(Block(span, runs_of(keys), mask))
         return blocks
 
     def flex(self, window: int | None) -> BlockMask:
