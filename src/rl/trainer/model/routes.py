@@ -10,7 +10,7 @@ the choice replaces. So a pass gives the same bits again with its own routes, an
 activations take the route of the first time, in compiled layers, too.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,6 @@ from rl.trainer.parallel.experts import experts_of
 
 CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """Config keys for the number of experts of a token."""
-
-
-class TopK(NamedTuple):
-    """What torch.topk returns."""
-
-    values: Tensor
-    indices: Tensor
 
 
 class Choice(TorchFunctionMode):
@@ -57,7 +50,7 @@ class Choice(TorchFunctionMode):
         self.count += 1
         chosen = torch.where(route < 0, result[1], route)
         route.copy_(chosen)
-        return TopK(scores.gather(1, chosen), chosen)
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
 
 class Routers:
