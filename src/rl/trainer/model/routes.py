@@ -19,10 +19,7 @@ from transformers import PreTrainedModel
 
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.parallel.experts import experts_of
-
-CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-"""Config keys for the number of experts of a token."""
+from rl.trainer.parallel.experts import experts_of, num_chosen
 
 
 class Choice(TorchFunctionMode):
@@ -71,9 +68,7 @@ class Routers:
         self.layers, self.experts = text.num_hidden_layers, list(named.values())
         self.numbers = [int(next(filter(str.isdecimal, name.split(".")))) for name in named]
         """The layer of each of `experts`."""
-        self.chosen = next(
-            (getattr(text, key) for key in CHOSEN if isinstance(getattr(text, key, None), int)), 0
-        )
+        self.chosen = num_chosen(text)
         self.count = self.experts[0].num_experts
         self.dtype = torch.uint8 if self.count <= 256 else torch.int16
         for name, experts in named.items():
