@@ -8,9 +8,15 @@ import psutil
 import pytest
 
 from rl.commands import evaluate
-from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
-from rl.commands.evaluate import evaluations_only, num_examples
-from rl.commands.policy_spec import PolicySource
+from rl.commands.evaluate import (
+    compare,
+    eval_part,
+    evaluations_only,
+    finished_report,
+    num_examples,
+    write_report,
+)
+from rl.commands.options import PolicySource
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
 from rl.main import subcommand
@@ -70,13 +76,8 @@ def test_what_is_evaluated():
 
 
 def test_how_many_examples():
-    assert num_examples(EvalConfig(id="e"), 7) == 7
-    assert (
-        num_examples(EvalConfig(id="e", num_examples=3), 7)
-        == num_examples(EvalConfig(id="e", num_examples=3), None)
-        == 3
-    )
-    assert num_examples(EvalConfig(id="e", num_examples=9), 7) == 7
+    for asked, size, expected in ((-1, 7, 7), (3, 7, 3), (3, None, 3), (9, 7, 7)):
+        assert num_examples(EvalConfig(id="e", num_examples=asked), size) == expected
     for entry, size, said in (
         (EvalConfig(id="e"), None, "endless"),
         (EvalConfig(id="e"), 0, "no examples"),
@@ -132,11 +133,6 @@ def test_pass_at_k_is_compared_where_both_have_enough_samples():
         "pass@1": -0.25,
         "pass@2": -0.5,
     }
-
-
-def test_one_policy_alone():
-    report = {"time": "now", "policies": [policy("p", {0: [1.0]})], "comparison": {}}
-    assert "| eval | measure | p |" in markdown(report) and "difference" not in markdown(report)
 
 
 def test_what_is_no_report(tmp_path):
@@ -247,20 +243,6 @@ def test_faults_are_told_before_anything_starts(args, code, said, tmp_path, monk
     err = capsys.readouterr().err
     assert err.startswith("rl eval: ") and said in err
     assert not list(tmp_path.iterdir())
-
-
-def test_missing_arguments_end_every_command_with_2(capsys):
-    asked = {
-        "eval": "nothing to evaluate",
-        "collect": "where to?",
-        "env": "which environment?",
-        "export": "which run?",
-        "replay": "which run?",
-    }
-    for command, said in asked.items():
-        with pytest.raises(SystemExit) as end:
-            subcommand(command, [*SAY_DIGIT] if command == "collect" else [], Children())
-        assert end.value.code == 2 and capsys.readouterr().err.startswith(f"rl {command}: {said}")
 
 
 def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_of_a_report(

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import signal
-import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,7 +15,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from rl.commands.serve_gym import programs_only
 from tests import jsonl
-from tests.commands.driver import rl, start
+from tests.commands.driver import start
 from tests.envs.model_server import ModelServer
 from tests.ports import free_ports
 from tests.web import serving
@@ -88,15 +86,12 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
                 == 1.0
             )
             for row, said in (
-                (b"{", "Expecting property name"),
                 ({"x": 1}, "KeyError 'responses_create_params'"),
                 ({"responses_create_params": params}, "it has no rl_task; give a file that"),
                 (
                     rows[1] | {"responses_create_params": {"input": "say 2"}},
                     "the input of train task 1 differs",
                 ),
-                (rows[1] | {"rl_task": {"split": "train", "index": 9}}, "there is no train task 9"),
-                (rows[1] | {"agent_ref": {"name": "other"}}, "its agent_ref names other"),
                 (
                     rows[1] | {"responses_create_params": params | {"instructions": "x"}},
                     "instructions cannot be passed on",
@@ -128,14 +123,3 @@ def test_web_pages_are_refused(headers, status):
 
     answer = asyncio.run(programs_only(make_mocked_request("POST", "/run", headers), handler))
     assert answer.status == status
-
-
-def test_faults(tmp_path: Path):
-    began = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, _, err = rl(tmp_path, f"env say-digit --serve-gym {(port := taken.getsockname()[1])}")
-    assert (
-        code == 1
-        and f"--serve-gym = {port} on 127.0.0.1: Address already in use; choose another" in err
-    ), err
-    assert time.monotonic() - began < 30 and list(tmp_path.iterdir()) == []

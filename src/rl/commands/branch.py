@@ -9,15 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from rl.cluster.submit import start
-from rl.commands.policy_spec import find_run, version_number
+from rl.cluster.submit import dry_run, start
+from rl.commands.options import find_run, version_number
 from rl.config.command_line import (
     CommandLine,
     fail,
     load_config_or_exit,
     need_names,
     take,
-    to_toml,
     write_config,
 )
 from rl.config.fields import changed_keys
@@ -134,12 +133,14 @@ def main(args: list[str], children: Children) -> int:
     for key, old, new in [*changed_keys(stored, config), *edits(parent, config)]:
         if key not in ("name", "output_dir"):
             changes.append(Change(key, repr(old), repr(new)))
-            refused.append("" if moved(old, new) else refusal(changes[-1], stored, config))
+            refused.append(
+                "" if moved(parent, key, old, new) else refusal(changes[-1], stored, config)
+            )
     if any(refused):
         heading = f"a branch at step {step} cannot have these settings:"
         raise RunError("\n".join([heading, *filter(None, refused)]))
     if "--dry-run" in flags:
-        print(to_toml(config), end="")
+        print(dry_run(config), end="")
         raise SystemExit(0)  # like the dry run of every command
     if config.cluster is None:
         devices.split(config, machine())  # raises ConfigError before anything is written

@@ -18,12 +18,13 @@ from rl.commands.options import (
     ENDPOINT,
     POLICY,
     POLICY_SPECS,
+    check_writable,
     load,
     name_of_play,
+    resolve,
     usage,
 )
 from rl.commands.play_session import play_session, run, task_count
-from rl.commands.policy_spec import resolve
 from rl.config.command_line import CommandLine, fail, options
 from rl.config.run import QUICK_EXAMPLES, RLConfig
 from rl.homes.resolve import Homes, homes_of
@@ -179,9 +180,7 @@ async def collect(
 ) -> int:
     """Plays the tasks and samples that the file lacks, and appends them."""
     path = Path(values["output"]).expanduser()
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        raise RunError(f"--output {path}: {parent} is not writable")
+    check_writable("--output", path)
     with only_writer(path):
         present = read_present(path)
         source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])

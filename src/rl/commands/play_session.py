@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl.commands.policy_spec import PolicySource
-from rl.config.command_line import write_config
+from rl.commands.options import PolicySource
+from rl.config.command_line import from_toml, write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
@@ -213,6 +213,7 @@ async def start_in(
     if finder.exit_code:
         fault = (last_lines(finder.log) or [f"the model: {finder.ending()}"])[-1]
         raise RunError(f"{fault}\n  the whole log: {finder.log}")
+    config = from_toml(run_dir.config)
     weights = resolve_model(config.model)
     child = roles.start(children, "inference", run_dir, division, logs)
     return PolicyServer(config, weights, child)

@@ -8,9 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rl.commands.options import open_run, runs_given
-from rl.commands.policy_spec import need_weights
-from rl.commands.serve_process import NAME as SERVER
+from rl.commands.options import need_weights, open_run, runs_given
+from rl.commands.serve import NAME as SERVER
 from rl.config.command_line import fail, option_lines, options, to_toml, write_config
 from rl.config.run import RLConfig
 from rl.config.stored import stored_config

@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from types import FrameType
 
-from rl.commands.policy_spec import named_run
+from rl.commands.options import named_run
 from rl.config.command_line import need_names, option_lines, options, take
 from rl.diagnosis.rollouts import Row, Selection, ranked, read_all, rollout_files, rollout_text
 from rl.launch.children import Children

@@ -129,9 +129,10 @@ def absolute(path: str) -> str:
 
 
 def absolute_if_written_as_path(value: str) -> str:
-    """Makes ./x, ., ~/x, x.jsonl, x.py:function and .venvs/x/bin/python absolute; returns a
+    """Makes ./x, ., ~/x, x.jsonl, x.csv, x.py:function and .venvs/x/bin/python absolute; returns a
     plain name unchanged."""
-    if not re.match(r"(\.{0,2}|~)/|(\.{1,2}|~)$|\.venv|.*\.(py|jsonl)(:|$)", value):
+    files = r".*\.(py|jsonl|csv|parquet|arrow)(:|$)"
+    if not re.match(r"(\.{0,2}|~)/|(\.{1,2}|~)$|\.venv|" + files, value):
         return value
     path, colon, name = value.partition(":")
     return absolute(path) + colon + name

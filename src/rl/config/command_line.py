@@ -16,7 +16,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,11 +27,12 @@ from rl.config.environment_id import fetched, id_faults
 from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text, without_numbers
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone, without_none
 from rl.config.help import PROCESS_USAGE, READS, USAGE, fit, print_help
-from rl.config.outside import outside_faults
+from rl.config.outside import hub_data, outside_faults
 from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig, shrink
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
+from rl.system.terminal import nearest
 
 SHORT_FLAGS = {
     f"{section}-{kind}": f"{section}.{kind}"
@@ -185,9 +185,9 @@ def parse_word(line: CommandLine, word: str, rest: list[str]) -> None:
         ends = "--" if takes_text(key, "") and rest[:1] != ["@"] else ("--", "@")
         if not has_value and rest and not rest[0].startswith(ends):
             has_value, text = "=", rest.pop(0)
-        near = get_close_matches(word, (*SWITCHES, "--resume"), n=1, cutoff=0.8)
+        near = nearest(word, (*SWITCHES, "--resume"), cutoff=0.8)
         if near and not has_value and without_numbers(key) not in field_tree(RLConfig):
-            raise ConfigError(f"{word}: there is no such flag; did you mean {near[0]}?")
+            raise ConfigError(f"{word}: there is no such flag; did you mean {near}?")
         value = parse_value(key, text) if has_value else True
         line.flags |= flatten({key: value}, f"--{name if name.isprintable() else repr(name)}")
     else:
@@ -313,7 +313,7 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
 def flags_without_effect(config: RLConfig, flags: Spelled) -> Iterator[str]:
     """Yields warnings of flags that fine-tuning, or a run of recorded rollouts, does not read. In
     files, which may be shared with other runs, nobody minds them."""
-    program = {"sft": "rl sft", "recorded": "rl train"}.get(config.kind, "rl")
+    program = config.kind.program
     for key, (value, origin) in () if program == "rl" else flags.items():
         name = canonical(key, value)
         # of the rollouts with its name
@@ -404,7 +404,7 @@ def load_config_or_exit(
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
         ids = config.orchestrator.env_ids
-        for text in id_faults(ids) or fetched(ids):
+        for text in (*(id_faults(ids) or fetched(ids)), *hub_data(config)):
             print(f"{program}: {text}", file=sys.stderr)
         print((dry_run or to_toml)(config), end="")
         raise SystemExit(0)

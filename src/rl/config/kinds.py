@@ -89,6 +89,11 @@ class Kind(StrEnum):
         return ROLES[self]
 
     @property
+    def program(self) -> str:
+        """The command that trains."""
+        return {"sft": "rl sft", "recorded": "rl train"}.get(self, "rl")
+
+    @property
     def has_rollouts(self) -> bool:
         """Whether an orchestrator makes batches of rollouts."""
         return "orchestrator" in self.roles

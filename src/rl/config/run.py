@@ -7,7 +7,6 @@ Importing this module must load neither torch nor vllm, so that `--help` is fast
 import contextlib
 import json
 import os
-from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +36,7 @@ from rl.config.kinds import (
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
 from rl.config.tinker import TinkerConfig
 from rl.config.trainer import TrainerConfig
+from rl.run_dir.files import matching
 from rl.run_dir.paths import RunDir
 from rl.system.machine import multiplies_bfloat16
 
@@ -132,10 +132,10 @@ def default_length(known: dict[str, Any]) -> int:
     cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
     name = known.get("name", "")
     for folder in (name, f"{cache}/hub/models--{name.replace('/', '--')}/snapshots/*"):
-        for path in glob(os.path.expanduser(f"{folder}/config.json")):
+        for path in matching(f"{folder}/config.json"):
             # a damaged one is told of where the model is found
             with contextlib.suppress(ValueError, AttributeError):
-                return min(LENGTH, longest_sequence(json.loads(Path(path).read_bytes())) or LENGTH)
+                return min(LENGTH, longest_sequence(json.loads(path.read_bytes())) or LENGTH)
     return LENGTH
 
 

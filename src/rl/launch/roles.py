@@ -41,7 +41,7 @@ PREPARING = {
 }
 """Processes that run to their end before anything else: find or download the model, make the
 examples of supervised fine-tuning, ask the service that trains."""
-SERVER = "rl.commands.serve_process"
+SERVER = "rl.commands.serve"
 """The process `tinker` of `rl serve`."""
 
 

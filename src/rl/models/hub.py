@@ -5,6 +5,7 @@ values that were written.
 """
 
 import csv
+import glob
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -166,7 +167,8 @@ if __name__ == "__main__":
 
 
 def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dict[str, Any]]:
-    """Returns the rows of a split of a data set, with the values that its files have.
+    """Returns the rows of a file that is a table, or of a split of a data set, with the values that
+    its files have.
 
     Cells of CSV files are text: "NA" is no missing value, and 02108 no number. Lines of JSON are
     read as they are: a table would give all rows the keys and the types of each other. Other files,
@@ -174,6 +176,12 @@ def load_table(name: str, split: str, subset: str | None = None) -> Sequence[dic
     """
     import datasets
 
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix == ".csv":
+            return csv_rows(path)
+        files = glob.escape(str(path))
+        return datasets.load_dataset(path.suffix[1:], data_files=files, split="train")
     data = datasets.load_dataset(name, subset, split=split)
     kind = getattr(data.info, "builder_name", "")
     if kind == "csv":

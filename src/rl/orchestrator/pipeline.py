@@ -21,7 +21,6 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged
 from rl.orchestrator.groups.pending import PendingLog, episodes_where
 from rl.orchestrator.progress import Progress, StepClock
 from rl.orchestrator.tasks.admission import Admission
-from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.run_dir.status import RunWarning
 from rl.system.errors import RunError
 from rl.wire.rollouts import Drawn, Group, Rollout, TaskRef
@@ -102,8 +101,6 @@ class Pipeline:
                 for group in groups
                 if group.group_id < first_new and group.group_id not in wanted
             )
-        # of an earlier version of rl
-        (self.run_dir.rollouts_dir / PENDING_ROLLOUTS).unlink(missing_ok=True)
         if newest or groups:
             log.info("resumed after batch %d with %d finished groups", newest, len(groups))
 

@@ -12,7 +12,6 @@ import re
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +43,7 @@ from rl.run_dir.spans import Event, read_events
 from rl.run_dir.status import RoleStatus, RunEnd, Staleness
 from rl.run_dir.status import read_json as read_struct
 from rl.system.errors import RunError
+from rl.system.terminal import nearest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,7 +60,7 @@ def check_metric(name: str, known: Collection[str]) -> None:
     """Raises RunError for a name that is neither `known` nor a metric of rl, which may
     still appear."""
     if name not in known and meaning(name)[0] == OWN:
-        near = ", ".join(get_close_matches(name, {*known, *METRICS}, n=3))
+        near = nearest(name, {*known, *METRICS})
         hint = f"similar: {near}" if near else "see docs/metrics.md"
         raise RunError(f"{name}: there is no such metric; {hint}")
 

@@ -13,6 +13,7 @@ without fsync, because a heartbeat is worthless after a power cut; `rl doctor` m
 
 import contextlib
 import errno
+import glob
 import hashlib
 import itertools
 import os
@@ -133,6 +134,15 @@ def write_all(fd: int, data: Data, path: Path) -> None:
 def with_path(error: OSError, path: Path) -> OSError:
     """Returns the same error with the path, which the error of a full disk lacks."""
     return OSError(error.errno, error.strerror, str(path))
+
+
+def matching(pattern: str) -> list[Path]:
+    """Returns the files that a pattern names, sorted; a folder that exists is taken by its name,
+    also if that has signs of patterns."""
+    path = Path(os.path.expanduser(pattern))
+    known = next(filter(os.path.exists, (path, *path.parents)))
+    literal = glob.escape(str(known))
+    return sorted(map(Path, glob.glob(os.path.join(literal, *path.relative_to(known).parts))))
 
 
 def temporary_name(path: Path) -> Path:

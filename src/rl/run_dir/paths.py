@@ -18,8 +18,6 @@ from rl.system import faults
 from rl.system.errors import RunError
 
 PENDING_LOG = "pending.log"
-PENDING_ROLLOUTS = "pending.jsonl"
-"""File in which earlier versions of rl copied waiting rollouts as text."""
 
 
 def numbers(directory: Path, suffix: str = "") -> list[int]:

@@ -118,13 +118,13 @@ class RunWarning(msgspec.Struct, frozen=True):
     """A warning to the user about an environment or the run's files."""
 
     about: Literal[
-        "failed", "died", "lost", "renamed", "damaged", "inexact", "recorded", "template", "service"
+        "failed", "died", "lost", "renamed", "inexact", "recorded", "template", "service", "unused"
     ]
     """Of an environment: first rollouts that failed for good, first death of a worker, its loss,
-    metrics whose names collide with ours. Of files: one that does not hold what was written, a
-    version that differed when it was trained again. Of recorded rollouts: something that they
-    lack. Of the model: a chat template without a beginning or an end of answers. Of a service
-    with the Tinker API: an answer that it owes."""
+    metrics whose names collide with ours. Of files: a version that differed when it was trained
+    again. Of recorded rollouts: something that they
+    lack. Of the model: a chat template without a beginning or an end of answers, tensors that are
+    not used. Of a service with the Tinker API: an answer that it owes."""
     env: str
     """Empty for warnings about anything else."""
     text: str

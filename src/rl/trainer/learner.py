@@ -75,6 +75,8 @@ class AdapterLearner:
         self.adapters: dict[str, Adapters] = {}
         self.inside = ""
         """Whose adapters are in the model; empty for nobody's."""
+        self.has_stepped = False
+        """Whether any client's adapters have had a step here."""
 
     # Whose adapters are in the model --------------------------------------------------------------
 
@@ -208,10 +210,14 @@ class AdapterLearner:
         limit = {"max_grad_norm": step.max_grad_norm or math.inf}
         config = self.config.trainer.optim.model_copy(update=limit)
         try:
-            return optimizer_step(self.model, self.optimizer, config, step.lr, 0, 0.0)
+            norm = optimizer_step(self.model, self.optimizer, config, step.lr, 0, 0.0)
         except RunError as error:
             self.optimizer.zero_grad()
             raise CallError(f"the gradient is not finite and was discarded ({error})") from None
+        if not self.has_stepped:
+            self.has_stepped = True
+            lora.warn_of_untrained(self.model, self.optimizer)
+        return norm
 
     # Files ----------------------------------------------------------------------------------------
 

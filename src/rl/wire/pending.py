@@ -1,7 +1,6 @@
 """The records of `batches/pending.log`: finished rollouts that no batch has settled yet, and the
 tasks that were drawn since the newest batch."""
 
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from rl.run_dir.files import (
     encode_record,
     reading,
 )
-from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.wire.rollouts import Drawn, Group, rollout_lines
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -58,13 +56,7 @@ def read_records(path: Path) -> tuple[list[Group | Drawn], list[str]]:
 
 
 def waiting_lines(path: Path) -> bytes:
-    """Returns the rollouts of the finished groups in a log in the form of rollouts/*.jsonl. Raises
-    CorruptFileError."""
-    text = path.parents[1] / "rollouts" / PENDING_ROLLOUTS
-    with contextlib.suppress(FileNotFoundError), reading(text):
-        # an earlier version of rl has written the log in another form, and this for people
-        data = text.read_bytes()
-        return data[: data.rfind(b"\n") + 1]
+    """Returns the rollouts of the finished groups in a log in the form of rollouts/*.jsonl."""
     records, _ = read_records(path)
     return rollout_lines(
         [record for record in records if isinstance(record, Group) and record.finished], None

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.commands.doctor.check import output
+from rl.commands.doctor.machine import output
 from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl.commands.doctor.check import TIMEOUT_S, Check, ask, fault_of
+from rl.commands.doctor.machine import TIMEOUT_S, Check, ask, fault_of
 from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig

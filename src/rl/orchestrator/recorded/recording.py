@@ -1,7 +1,6 @@
 """Reads recorded rollouts: checked row by row, and compared with each other in the groups of
 their tasks."""
 
-import glob
 import hashlib
 import math
 from collections import Counter
@@ -15,7 +14,7 @@ from rl.config.run import RLConfig
 from rl.models.folder import vocab_size
 from rl.orchestrator.recorded.lines import Converter, RecordedLine, parse
 from rl.orchestrator.recorded.verifiers_rows import lines_of
-from rl.run_dir.paths import PENDING_ROLLOUTS
+from rl.run_dir.files import matching
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
 from rl.wire.batch_file import check_given
@@ -46,8 +45,7 @@ class RecordedRollouts:
 
 def files_of(pattern: str) -> list[Path]:
     """Returns the files of recorded.rollouts. Raises RunError if there is none."""
-    paths = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern)))
-    files = [path for path in paths if path.is_file() and path.name != PENDING_ROLLOUTS]
+    files = [path for path in matching(pattern) if path.is_file()]
     if not files:
         raise RunError(
             f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or "

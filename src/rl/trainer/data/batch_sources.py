@@ -41,7 +41,7 @@ from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
 from rl.trainer.sft.tokens import open_examples
 from rl.trainer.store.threads import SingleTaskThread
-from rl.wire.batch_file import decode_batch
+from rl.wire.batch_file import batch_of
 from rl.wire.messages import RunEnded, TrainBatch, TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.transport import OrchestratorClient, Wait
 
@@ -103,19 +103,6 @@ class FromLog(BatchSource):
     def receive(self, step: int) -> TrainBatch:
         path = self.run_dir.batch(step)
         return batch_of(step, path.read_bytes(), str(path))
-
-
-def batch_of(step: int, data: bytes, name: str) -> TrainBatch:
-    """Returns the checked content of a batch file. Raises CorruptFileError, or ValueError if it
-    is not a valid batch of this step."""
-    batch = decode_batch(data, name).batch
-    if batch.step != step:
-        raise ValueError(
-            f"{name}: is batch {batch.step}, not {step}: do two runs share this directory?"
-        )
-    if not batch.num_loss_tokens:
-        raise ValueError(f"{name}: has no token to train on")
-    return batch
 
 
 def quarantined_steps(run_dir: RunDir, world: World) -> frozenset[int]:

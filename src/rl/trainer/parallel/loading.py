@@ -12,7 +12,7 @@ import copy
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,10 +129,10 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
         for leaf, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
                 setattr(experts, leaf, reader.rows_of(experts, parameter))
-    if missing := sorted(report["missing_keys"]):
-        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    model.unused = few(report["unexpected_keys"])
+    if missing := few(report["missing_keys"]):
         raise RunError(
-            f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they "
+            f"{folder}: its files lack {missing}, which {type(model).__name__} needs; are they "
             "complete, and of this model?"
         )
     if reader.whole and world and world.is_main:
@@ -142,6 +142,12 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
             flush=True,
         )
     return model
+
+
+def few(names: Collection[str]) -> str:
+    """Returns the first five names in their order, and how many others there are."""
+    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(sorted(names)[:5]) + others
 
 
 class Reader:

@@ -115,6 +115,8 @@ class Tokenizer:
                 "tokenizer has none; name one: "
                 "--model.chat_template chatml, or a file (or give prompt and completion as text)"
             )
+        if fault := self.renderer.fault:
+            self.warnings.add(f"{fault}; give another (model.chat_template), or teach it this one")
         messages = example.messages
         if self.sft.drop_reasoning:
             messages = [

@@ -1,4 +1,5 @@
-"""`rl logs`: the logs of a run's processes."""
+"""`rl watch` and `rl logs`: what a run and its processes say, from any machine that sees its
+directory."""
 
 import re
 import time
@@ -6,24 +7,33 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rl.cluster.submit import is_queued
-from rl.commands.options import open_run
-from rl.commands.policy_spec import named_run
+from rl.commands.options import named_run, open_run, runs_given
 from rl.config.command_line import need_names, option_lines, options, take
 from rl.launch.children import Children
 from rl.launch.watch import LOOK_S, Life
+from rl.launch.watch import watch as follow_run
 from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
 from rl.system.children import Stopped
 from rl.system.errors import RunError
 from rl.system.terminal import clip, did_you_mean, say, size, span, visible
 
+WATCH_HELP = """usage: rl watch RUN
+
+Shows a run as `rl` does while it runs: steps, evaluations, deaths, warnings and, if nothing moves,
+what everything waits for. It only reads, so it works on any machine that sees the run's directory,
+any number of times; Ctrl-C ends it and not the run. A run on a cluster that has no machines is
+waited for while it can come back: while its engine has jobs of it, or, where no engine tells that,
+for cluster.join_timeout_s after the last sign of a machine that it has seen. RUN is the directory
+of a run, or its name under outputs/. The exit code is that of the run.
+"""
 OPTIONS = options("""
 node K: only processes on machine K of a cluster
 attempt N: the log of this attempt; default: the newest
 lines N: lines to print of each log, the newest; default: 100
 follow: print new lines, also those of later attempts and processes, until the run is over
 """)
-HELP = f"""usage: rl logs RUN [PROCESS] [-f] [-n N] [--node K] [--attempt N]
+LOGS_HELP = f"""usage: rl logs RUN [PROCESS] [-f] [-n N] [--node K] [--attempt N]
 
 Prints the logs of a run's processes: trainer, orchestrator, inference, worker-NAME-0 and so on; on
 a cluster also trainer-node1, inference-node3: trainer stands for all of them, trainer-node1 or
@@ -43,9 +53,15 @@ Logs = dict[str, dict[int, Path]]
 """The logs of each process by attempt."""
 
 
-def main(args: list[str], children: Children) -> int:
+def watch(args: list[str], children: Children) -> int:
+    _, [root] = runs_given("rl watch", args, (), WATCH_HELP)
+    run_dir, config = open_run(root.resolve())
+    return follow_run(run_dir, config, children, is_queued=lambda: is_queued(run_dir, config))
+
+
+def logs(args: list[str], children: Children) -> int:
     args = [{"-f": "--follow", "-n": "--lines"}.get(word, word) for word in args]
-    values, rest = take("rl logs", args, OPTIONS, HELP)
+    values, rest = take("rl logs", args, OPTIONS, LOGS_HELP)
     which = "which run? Give its directory and perhaps a process: rl logs outputs/NAME trainer"
     need_names("rl logs", rest, (1, 2), which)
     root, life = named_run(rest[0]).resolve(), None
