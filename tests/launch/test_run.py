@@ -460,7 +460,8 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/disk/status/trainer.json")
 
     closed = []
-    watch = Broken(console=SimpleNamespace(close=lambda: None), close=closed.append, cleaned=None)
+    console = SimpleNamespace(close=lambda: None, shown=0)
+    watch = Broken(console=console, close=closed.append, cleaned=None)
     monkeypatch.setattr("rl.launch.run.RunLoop", lambda *_: watch)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.batch(1).parent.mkdir()
