@@ -17,7 +17,6 @@ from pathlib import Path
 from urllib.request import url2pathname
 
 import msgspec
-import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -121,6 +120,8 @@ def delete(place: Path) -> None:
 
 def users(place: Path) -> str:
     """The processes of this machine that run in a home, for messages; empty if there are none."""
+    import psutil  # workers, whose homes lack it, import this module
+
     return ", ".join(
         str(process.pid)
         for process in psutil.process_iter(["cmdline"])
