@@ -18,8 +18,7 @@ from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.system.errors import ConfigError
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.wire.pending import ENCODER
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import ENCODER, Group, Rollout, Turn
 
 FEW = settings(
     derandomize=True,

@@ -17,8 +17,7 @@ from rl.diagnosis.rollouts import (
 from rl.run_dir.files import CorruptFileError, append_file, write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import sound_rollouts, sum_path, write_rollouts
-from rl.wire.pending import encoded
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, encoded
 from tests import jsonl
 from tests.orchestrator.made import turn
 

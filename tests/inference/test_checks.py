@@ -37,8 +37,7 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import TensorEntry
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.store import versions
-from rl.wire.balance import Balancer
-from rl.wire.inference_client import LoadedVersion
+from rl.wire.inference_client import Balancer, LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
 from tests.families import make_old_model, make_seeing_model

@@ -13,11 +13,11 @@ import msgspec
 
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.wire.rollouts import Rollout
-from rl.wire.streams import MessageStream
 from rl.wire.worker_messages import (
     Close,
     Describe,
     Heartbeat,
+    MessageStream,
     Played,
     PlayGroup,
     Ready,

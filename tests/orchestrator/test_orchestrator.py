@@ -21,8 +21,7 @@ from rl.run_dir.status import Status
 from rl.system.errors import GIVE_UP, RunError
 from rl.wire.batch_file import batch_head, decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
-from rl.wire.pending import read_records, waiting_lines
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, read_records, waiting_lines
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.made import run_config
 from tests.orchestrator.stub_inference import StubInference

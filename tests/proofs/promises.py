@@ -21,8 +21,7 @@ from rl.run_dir.files import CorruptFileError, decode_records
 from rl.run_dir.metrics import parse_line, read_metrics, sources_dir
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import decode_batch, open_rollouts
-from rl.wire.pending import decode
-from rl.wire.rollouts import Drawn, Group
+from rl.wire.rollouts import Drawn, Group, decode
 
 INTERRUPTED_S = 60.0
 """Half-written things that are younger were being written when the run was stopped."""

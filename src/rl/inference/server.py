@@ -246,8 +246,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
 
 async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") -> str:
     """Runs the HTTP server until it ends; returns why the engine can no longer be used, or ""."""
-    from rl.wire import serving
-    from rl.wire.gate import Gate
+    from rl.wire.serving import Gate, serve_app
 
     async def end_with_engine() -> None:
         raise RunError(await death)
@@ -261,7 +260,7 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
         # Open requests are not waited for: they end with the engine, and their clients repeat them
         # elsewhere.
         work = asyncio.create_task(end_with_engine())
-        await serving.serve(gate, host, served.sock, served.status, work)
+        await serve_app(gate, host, served.sock, served.status, work)
     except RunError as error:
         return str(error)
     return ""

@@ -20,7 +20,7 @@ from rl.records.columns import DECODER, Columns, RolloutLine, Words, columns_of,
 from rl.run_dir.files import UNREADABLE, CorruptFileError, write_file
 from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.wire.batch_file import sound_rollouts
-from rl.wire.pending import waiting_lines
+from rl.wire.rollouts import waiting_lines
 
 SUSPECTS = 3
 """Number of newest steps that are checked again: an orchestrator that was killed before its commit

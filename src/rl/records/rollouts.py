@@ -27,7 +27,7 @@ from rl.run_dir.files import CorruptFileError, reading
 from rl.run_dir.paths import PENDING_LOG
 from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
-from rl.wire.pending import waiting_lines
+from rl.wire.rollouts import waiting_lines
 
 KINDS = ("train", "pending", "eval")
 ERROR = "error"

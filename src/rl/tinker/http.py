@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from rl.run_dir.access_token import derived
-from rl.wire.gate import CLOSE, HttpGate, header
+from rl.wire.serving import CLOSE, HttpGate, header
 
 KEY_PREFIX = "tml-"
 """With which the SDK wants its keys to begin."""

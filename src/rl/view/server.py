@@ -24,7 +24,7 @@ from rl.system.linux import bind
 from rl.view.access import PageGate
 from rl.view.library import Library, UnknownRunError
 from rl.view.routes import ROUTES, Handlers, Route
-from rl.wire.gate import refusal
+from rl.wire.serving import refusal
 
 PAGE = Path(__file__).parent / "page"
 PORT = 8411

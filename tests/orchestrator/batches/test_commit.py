@@ -35,8 +35,7 @@ from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.functions import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
-from rl.wire.pending import read_records, waiting_lines
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, read_records, waiting_lines
 from tests.orchestrator.made import run_config, turn
 
 STEPS = 4

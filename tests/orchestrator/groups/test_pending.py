@@ -4,8 +4,7 @@ from pathlib import Path
 
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.groups.pending import PendingLog
-from rl.wire.pending import waiting_lines
-from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.rollouts import Drawn, Group, Rollout, waiting_lines
 from rl.wire.turns import pack_logprobs
 from tests.orchestrator.made import turn
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rl.run_dir.files import append_file, write_file
-from rl.wire.pending import encoded, read_records
-from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.rollouts import Drawn, Group, Rollout, encoded, read_records
 
 
 class PendingLog:

@@ -39,7 +39,6 @@ from rl.system.errors import RunError
 from rl.system.linux import socket_base
 from rl.system.sandbox import innermost
 from rl.wire.rollouts import Rollout, Split
-from rl.wire.streams import MessageServer
 from rl.wire.transport import Rejected
 from rl.wire.worker_messages import (
     Cancel,
@@ -47,6 +46,7 @@ from rl.wire.worker_messages import (
     Describe,
     Description,
     LoadFailed,
+    MessageServer,
     Played,
     PlayGroup,
     Ready,
