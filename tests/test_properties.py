@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rl.config.command_line import build, from_toml, parse_args, to_toml
-from rl.orchestrator.groups.pending import PendingLog
+from rl.orchestrator.batches.batch_files import PendingLog
 from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_record
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.system.errors import ConfigError

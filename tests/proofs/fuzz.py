@@ -25,10 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.batches.batch_files import decode_state
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.batch_files import PendingLog, decode_state
+from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.workers.pool_worker import ANSWERS
 from rl.run_dir.checksums import DIGESTS, MANIFEST, read_digests, verify_checkpoint
 from rl.run_dir.digests import HASH

@@ -27,7 +27,7 @@ from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.models.folder import read_json, resolve_model
-from rl.orchestrator.groups.functions import metrics_function
+from rl.orchestrator.groups.group_credit import metrics_function
 from rl.orchestrator.workers.setups import policy_spec, worker_setups
 from rl.run_dir.checksums import is_delta, readable
 from rl.run_dir.files import write_file

@@ -1,11 +1,17 @@
 """Checks `[inference.vllm]` against vLLM's own argument parser, so that every vLLM argument
-works and no list of them lives here."""
+works and no list of them lives here.
+
+`python -m rl.inference.engine_args CONFIG` only checks; exit code 1 with a line per fault.
+"""
 
 import argparse
 import json
+import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
+from rl.config.command_line import from_toml
 from rl.system.errors import ConfigError
 from rl.system.terminal import did_you_mean
 
@@ -125,3 +131,19 @@ def parse_engine_args(values: dict[str, Any], defaults: dict[str, Any] | None = 
     if faults:
         raise ConfigError("\n".join(faults))
     return args
+
+
+def main() -> None:
+    """Runs the check, without a model or a server."""
+    from rl.inference.main import prepare, runs_on_cpu
+
+    config = from_toml(Path(sys.argv[1]))
+    prepare(runs_on_cpu(config), None)  # before anything imports vLLM
+    try:
+        parse_engine_args(config.inference.vllm)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -16,8 +16,14 @@ import msgspec
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rl.inference.adapter import check_adapter, is_adapter, read_adapter
-from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.inference.weight_files import (
+    Tensors,
+    WeightsGoneError,
+    check_adapter,
+    check_weights,
+    is_adapter,
+    read_adapter,
+)
 from rl.inference.weights import check_content
 from rl.run_dir import spans
 from rl.run_dir.checksums import DIGESTS, Mirror, check_version, content_of, is_delta

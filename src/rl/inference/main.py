@@ -15,9 +15,8 @@ from pathlib import Path
 from rl.config.command_line import load_config_or_exit
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
-from rl.inference.adapter import is_adapter
 from rl.inference.server import Served, common_environment, cpu_environment, serve
-from rl.inference.weight_files import read_tensors
+from rl.inference.weight_files import is_adapter, read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
 from rl.run_dir.access_token import run_token

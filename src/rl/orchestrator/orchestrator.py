@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.evaluator import Evaluator
-from rl.orchestrator.groups.functions import in_thread
-from rl.orchestrator.groups.group_credit import credit_group, rules_of
+from rl.orchestrator.groups.group_credit import credit_group, in_thread, rules_of
 from rl.orchestrator.groups.teacher import Teacher
 from rl.orchestrator.pipeline import Pipeline
 from rl.orchestrator.policy.served_policy import ServedPolicy

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_files import BatchFiles, OrchestratorState
-from rl.orchestrator.batches.batch_metrics import own_name
+from rl.orchestrator.batches.batch_files import (
+    BatchFiles,
+    OrchestratorState,
+    PendingLog,
+    episodes_where,
+)
+from rl.orchestrator.batches.contents import own_name
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
-from rl.orchestrator.groups.functions import in_thread
-from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged
-from rl.orchestrator.groups.pending import PendingLog, episodes_where
+from rl.orchestrator.groups.group_credit import Rules, credit_group, in_thread, is_judged
 from rl.orchestrator.progress import Progress, StepClock
 from rl.orchestrator.tasks.admission import Admission
 from rl.run_dir.paths import PENDING_ROLLOUTS

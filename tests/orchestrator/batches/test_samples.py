@@ -3,7 +3,7 @@ import random
 import msgspec
 import pytest
 
-from rl.orchestrator.batches.samples import group_samples, join_spans
+from rl.orchestrator.batches.contents import group_samples, join_spans
 from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import Turn, pack_logprobs, unpack_logprobs

@@ -2,8 +2,8 @@ import errno
 import json
 from pathlib import Path
 
+from rl.orchestrator.batches.batch_files import PendingLog
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.groups.pending import PendingLog
 from rl.wire.rollouts import Drawn, Group, Rollout, waiting_lines
 from rl.wire.turns import pack_logprobs
 from tests.orchestrator.made import turn

@@ -7,7 +7,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from rl.config.orchestrator import TeacherConfig
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.teacher import Teacher, make_teachers
 from rl.system.errors import RunError
 from rl.wire.rollouts import Group, Rollout

@@ -9,10 +9,9 @@ import math
 import pytest
 
 from rl.orchestrator.batches.batch_files import OrchestratorState, decode_state
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.recorded.recording import read
-from rl.orchestrator.recorded.run import RecordedRun, check_same, run_recorded
+from rl.orchestrator.recorded.run import RecordedRun, check_same, read, run_recorded
 from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role

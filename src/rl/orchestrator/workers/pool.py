@@ -21,17 +21,17 @@ from typing import Any
 
 import msgspec
 
-from rl.orchestrator.groups.functions import in_thread
+from rl.orchestrator.groups.group_credit import in_thread
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
     EnvLostError,
     GroupPlay,
     PoolWorker,
+    WorkerLauncher,
     kill_reason,
+    validate_played,
     wait_ready,
 )
-from rl.orchestrator.workers.validate_played import validate_played
-from rl.orchestrator.workers.worker_launcher import WorkerLauncher
 from rl.orchestrator.workers.worker_sandbox import WorkerSandbox
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
