@@ -19,6 +19,7 @@ from rl.system.errors import ConfigError
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.rollouts import ENCODER, Group, Rollout, Turn
+from tests.wire.samples import aligned_sample
 
 FEW = settings(
     derandomize=True,
@@ -46,7 +47,7 @@ def samples(draw: st.DrawFn) -> TrainingSample:
         return draw(st.lists(st.floats(allow_nan=False), min_size=length, max_size=length))
 
     cut = draw(st.integers(0, sum(mask)))
-    return TrainingSample.of(
+    return aligned_sample(
         token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
         loss_mask=mask,
         logprobs=floats(),

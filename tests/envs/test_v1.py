@@ -291,7 +291,7 @@ def test_a_prompt_that_the_template_cannot_show_is_the_environment_s_fault():
 
 def test_a_prompt_without_room_ends_the_talk_and_is_no_error():
     [[at_once]] = play(load("v1-echo", StubPolicy(max_model_len=10)))
-    assert at_once.overlong and at_once.truncated and not at_once.error and at_once.turns == []
+    assert at_once.overlong and at_once.truncated and not at_once.error and not at_once.turns
     assert at_once.messages == [{"role": "user", "content": "say 0"}]
     [[later]] = play(load("v1-guess", StubPolicy(lambda prompt: "x" * 20, max_model_len=100)))
     assert (
@@ -587,7 +587,7 @@ def test_any_endpoint_can_be_evaluated():
     )
     rollout = asyncio.run(serve())
     assert (
-        rollout.turns == []
+        not rollout.turns
         and rollout.completion_tokens == 4
         and rollout.num_tokens == 4
         and rollout.reward == 1.0

@@ -30,13 +30,15 @@ def make(path, ids):
 
 def test_what_a_teacher_said_is_durable(tmp_path):
     log = PendingLog(tmp_path / "pending.log")
+    rollout = Rollout(turns=[turn()])
+    rollout.turns.answers[0].teacher_logprobs = pack_logprobs([-0.25])
     log.append(
         [
             Group(
                 group_id=1,
                 env="e",
                 task=0,
-                rollouts=[Rollout(turns=[turn(packed_teacher=pack_logprobs([-0.25]))])],
+                rollouts=[rollout],
                 penalties=[0.1],
                 signal=True,
             )

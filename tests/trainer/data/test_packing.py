@@ -11,9 +11,9 @@ from rl.trainer.data.balance import Layout, path_cost, plan, range_sum, range_to
 from rl.trainer.data.micro_batch import micro_batch_tokens
 from rl.trainer.data.packing import pack
 from rl.trainer.data.prefix_tree import sort_samples
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from tests.trainer.samples import make_batch, make_sample
-from tests.wire.samples import aligned
+from tests.wire.samples import aligned, aligned_sample
 
 A, B, C, D, E = 10, 11, 12, 13, 14
 
@@ -55,7 +55,7 @@ def random_batch(rng: random.Random) -> TrainBatch:
         trained = sum(mask)
         new = rng.randint(0, trained)
         samples.append(
-            TrainingSample.of(
+            aligned_sample(
                 token_ids=[rng.randint(1, 2) for _ in range(length)],
                 loss_mask=mask,
                 logprobs=[rng.uniform(-3, 0) for _ in range(length)],

@@ -24,7 +24,8 @@ from rl.trainer.data.packing import Packed
 from rl.trainer.model.head import score
 from rl.trainer.parallel.world import World
 from rl.trainer.sft.tokens import open_examples, read_manifest
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import ITEM_BYTES, TrainBatch, TrainedSpan, TrainingSample
+from rl.wire.turns import pack_ids
 
 NO_VERSION = -1
 """Policy version of an example's tokens, which no policy has sampled."""
@@ -66,13 +67,15 @@ def make_batch(step: int, examples: pa.Table, places: Sequence[int] | np.ndarray
     for number, index in enumerate(places):
         ids, trained = (examples[name][int(index)].as_py() for name in ("tokens", "trained"))
         prompt = tuple(ids[: trained.index(True)])
+        bounds = np.flatnonzero(np.diff([False, *trained, False]))
         samples.append(
-            TrainingSample.of(
-                token_ids=ids,
-                loss_mask=trained,
-                logprobs=[0.0] * len(ids),
-                advantages=[float(is_trained) for is_trained in trained],
-                policy_versions=[VersionSpan(NO_VERSION, sum(trained))],
+            TrainingSample(
+                packed_ids=pack_ids(ids),
+                spans=[
+                    TrainedSpan(start, end, NO_VERSION, advantage=1.0)
+                    for start, end in bounds.reshape(-1, 2).tolist()
+                ],
+                packed_logprobs=bytes(ITEM_BYTES * sum(trained)),
                 env="sft",
                 group_id=groups.setdefault(prompt, number),
                 rollout_id=number,
