@@ -13,8 +13,6 @@ from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.system import faults
 
 PENDING_LOG = "pending.log"
-PENDING_ROLLOUTS = "pending.jsonl"
-"""File in which earlier versions of rl copied waiting rollouts as text."""
 
 
 def numbers(directory: Path, suffix: str = "") -> list[int]:

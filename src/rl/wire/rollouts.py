@@ -5,7 +5,6 @@ Also the records of `batches/pending.log`: finished rollouts that no batch has s
 tasks that were drawn since the newest batch.
 """
 
-import contextlib
 import math
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -22,7 +21,6 @@ from rl.run_dir.files import (
     encode_record,
     reading,
 )
-from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.wire.turns import Turn, Turns
 
 Split = Literal["train", "eval"]
@@ -192,7 +190,7 @@ own failure, else its group's reason, else its own reason (`why_left_out`). rl/v
 a sentence for each value."""
 
 
-class Group(msgspec.Struct, kw_only=True):
+class Group(msgspec.Struct, kw_only=True, tag=True):
     """The rollouts of one task, with their credit."""
 
     group_id: int
@@ -238,7 +236,7 @@ class TaskRef(msgspec.Struct, frozen=True, array_like=True):
     task: int
 
 
-class Drawn(msgspec.Struct, array_like=True):
+class Drawn(msgspec.Struct, tag=True):
     """Tasks that were drawn since the record before this one, and the counters after them; see
     TaskState."""
 
@@ -301,14 +299,7 @@ def rollout_line(
 
 
 ENCODER = msgspec.msgpack.Encoder()
-GROUP, DRAWN = msgspec.msgpack.Decoder(Group), msgspec.msgpack.Decoder(Drawn)
-ARRAY_OF_4 = b"\x94"
-"""The first byte of a Drawn in msgpack; any other record begins with that of a map."""
-
-
-def decode(payload: bytes) -> Group | Drawn:
-    """Decodes a record. Raises the exceptions in UNREADABLE."""
-    return DRAWN.decode(payload) if payload[:1] == ARRAY_OF_4 else GROUP.decode(payload)
+DECODER = msgspec.msgpack.Decoder(Group | Drawn)
 
 
 def encoded(records: Iterable[Group | Drawn]) -> bytes:
@@ -329,7 +320,7 @@ def read_records(path: Path) -> tuple[list[Group | Drawn], list[str]]:
     while offset < len(data):
         try:
             for payload in decode_records(data[offset:], f"{path} from byte {offset}"):
-                records.append(decode(payload))
+                records.append(DECODER.decode(payload))
                 offset += HEADER.size + len(payload)
         except (CorruptFileError, *UNREADABLE) as error:
             following = data.find(MAGIC, offset + 1)
@@ -339,13 +330,7 @@ def read_records(path: Path) -> tuple[list[Group | Drawn], list[str]]:
 
 
 def waiting_lines(path: Path) -> bytes:
-    """Returns the rollouts of the finished groups in a log in the form of rollouts/*.jsonl. Raises
-    CorruptFileError."""
-    text = path.parents[1] / "rollouts" / PENDING_ROLLOUTS
-    with contextlib.suppress(FileNotFoundError), reading(text):
-        # an earlier version of rl has written the log in another form, and this for people
-        data = text.read_bytes()
-        return data[: data.rfind(b"\n") + 1]
+    """Returns the rollouts of the finished groups in a log in the form of rollouts/*.jsonl."""
     records, _ = read_records(path)
     return rollout_lines(
         [record for record in records if isinstance(record, Group) and record.finished], None

@@ -99,14 +99,3 @@ def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):
         first["versions"],
     ) == (None, False, 8, -0.5, [3])
     assert first["messages"] == [{"role": "assistant", "content": "2"}]
-
-
-def test_what_waits_in_a_run_of_an_earlier_version_is_readable(tmp_path):
-    """Its log has another form, and the text was written beside it."""
-    path = tmp_path / "batches" / "pending.log"
-    path.parent.mkdir()
-    path.write_bytes(b"of another form")
-    assert waiting_lines(path) == b""
-    (tmp_path / "rollouts").mkdir()
-    (tmp_path / "rollouts" / "pending.jsonl").write_bytes(b'{"group_id": 7}\n{"group')
-    assert waiting_lines(path) == b'{"group_id": 7}\n'

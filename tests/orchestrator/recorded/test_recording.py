@@ -295,7 +295,6 @@ def test_without_a_task_equal_prompts_are_one(tmp_path, model):
 def test_several_files_have_samples_of_their_own(tmp_path, model):
     for name in ("b", "a"):
         write(tmp_path / f"{name}.jsonl", line(0, sample=0), line(1, sample=0))
-    (tmp_path / "pending.jsonl").write_text("not read")
     recording = read(config(tmp_path / "*.jsonl", model), str(model), 0)
     assert [[one.episode for one in group.rollouts] for group in recording.groups] == [
         [0, 1],

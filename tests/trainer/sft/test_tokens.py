@@ -646,8 +646,6 @@ def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
         rollout(2, 0.5, "h"),
         rollout(3, 0.1, "i", trained=False),
     )
-    # no batch has settled it: it comes in a numbered file
-    write_rows(run / "rollouts" / "pending.jsonl", rollout(4, 1.0, "z"))
 
     def answers(**settings):
         samples, manifest = chatml(

@@ -17,7 +17,6 @@ from rl.config.sft import SftColumns, SftConfig
 from rl.models.chat import Message, Tool, chat_call, chat_tools
 from rl.models.hub import hub_or_cache
 from rl.models.tables import csv_rows, load_table
-from rl.run_dir.paths import PENDING_ROLLOUTS
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
 from rl.wire.batch_file import check_given
@@ -184,7 +183,7 @@ def files_of(source: DataSource) -> list[Path] | None:
     files = {
         path.with_suffix("") if path.suffix == ".gz" else path: path
         for path in matches
-        if path.name != PENDING_ROLLOUTS and (path.suffix != ".gz" or is_compressed(path))
+        if path.suffix != ".gz" or is_compressed(path)
     }
     if not files:
         raise RunError(f"{source.key} = {name!r}: no file matches {pattern}")
