@@ -165,9 +165,7 @@ class World:
 
     def play(self, one):
         """Groups start as admission lets them, some finish, and the trainer publishes."""
-        while envs := one.admission.eligible(
-            one.admission.places(one.pipeline.pending.groups), one.batches_ahead()
-        ):
+        while envs := one.eligible():
             ref = one.source.next(envs)
             one.admission.in_flight[ref.group_id] = InFlight(
                 ref, 2, one.policy.loaded, time.monotonic(), NoTask()
