@@ -323,7 +323,7 @@ def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
     engine = VersionedEngine.__new__(VersionedEngine)
     engine.policy_version, engine.content, engine.read_timeout_s = 0, "", 0.3
     engine.load_lock, engine.mirror = asyncio.Lock(), Mirror()
-    engine.check_fit = lambda folder: None
+    engine.check = lambda folder, content: None
     engine.model_config = SimpleNamespace(max_model_len=9)
 
     asked = []

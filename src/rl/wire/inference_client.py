@@ -154,10 +154,8 @@ class LoadedVersion(msgspec.Struct):
     cost, times in seconds."""
 
     policy_version: int
-    drain_s: float = 0.0
-    """From the request to stop until the running step was done; its tokens count."""
     pause_s: float = 0.0
-    """From the end of that step until the scheduler may start the next one."""
+    """From the end of a step until the scheduler may start the next one."""
     bytes_read: int = 0
     """What the worker that read most has read of the weights; with several workers, each reads
     its own part."""

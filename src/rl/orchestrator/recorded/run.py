@@ -415,17 +415,13 @@ def check_same(config: RLConfig) -> dict[str, str]:
     assert config.recorded
     path, now = checksums_of(config.run_dir), digests(files_of(config.recorded.rollouts))
     before = json.loads(path.read_bytes()) if path.exists() else now
-    if sorted(before.values()) != sorted(now.values()):
-        changed = [name for name, digest in now.items() if digest not in before.values()]
-        raise RunError(
-            f"{min(changed or before)}: has changed since the run began with it: restore the "
-            "file, or train the new one in a run of its own: --name NEW, or rl branch"
-        )
     if list(before.values()) != list(now.values()):  # whose folder may have changed
+        changed = [name for name, digest in now.items() if digest not in before.values()]
         order = ", ".join(Path(name).name for name in before)
         raise RunError(
-            f"{config.recorded.rollouts}: in another order than when the run began; name the "
-            f"files so that it is again {order}"
+            f"{min(changed or before)}: has changed, or comes in another order, since the run "
+            f"began with {order}: restore the file or its name, or train the new one in a run of "
+            "its own: --name NEW, or rl branch"
         )
     return now
 
