@@ -9,7 +9,7 @@ import pytest
 
 from rl.commands import evaluate
 from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
-from rl.commands.evaluate import evaluations_only, num_examples
+from rl.commands.evaluate import evaluations_only
 from rl.commands.policy_spec import PolicySource
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
@@ -66,23 +66,6 @@ def test_what_is_evaluated():
         (one.id, one.samples)
         for one in evaluations_only(config, None, None, quick=False).orchestrator.eval
     ] == [("y", 4)]
-
-
-def test_how_many_examples():
-    assert num_examples(EvalConfig(id="e"), 7) == 7
-    assert (
-        num_examples(EvalConfig(id="e", num_examples=3), 7)
-        == num_examples(EvalConfig(id="e", num_examples=3), None)
-        == 3
-    )
-    assert num_examples(EvalConfig(id="e", num_examples=9), 7) == 7
-    for entry, size, said in (
-        (EvalConfig(id="e"), None, "endless"),
-        (EvalConfig(id="e"), 0, "no examples"),
-        (EvalConfig(id="e", num_examples=0), 7, "leaves nothing to play"),
-    ):
-        with pytest.raises(RunError, match=said):
-            num_examples(entry, size)
 
 
 def test_two_policies_side_by_side(tmp_path, capsys):

@@ -16,7 +16,7 @@ from rl.commands.options import (
     name_of_play,
     usage,
 )
-from rl.commands.play_session import PlaySession, play_session, run, task_count
+from rl.commands.play_session import PlaySession, play_session, run
 from rl.commands.policy_spec import PolicySource, check_policy, resolve
 from rl.config.command_line import CommandLine, fail
 from rl.config.options import options
@@ -26,7 +26,7 @@ from rl.config.run import RLConfig
 from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.orchestrator.evals.eval_metrics import Results, write_eval
-from rl.orchestrator.workers.setups import eval_workers
+from rl.orchestrator.workers.setups import eval_fault, eval_workers, smallest
 from rl.system.errors import RunError
 from rl.system.terminal import say
 from rl.wire.rollouts import Split
@@ -162,6 +162,8 @@ async def evaluate_policy(
     for entry in entries:
         label, env = entry.label, names[entry.label]
         splits[label], size = split_of(entry, session.ready[env])
+        if fault := eval_fault(entry, size):
+            raise RunError(fault)
         jobs += [
             PlayJob(
                 env,
@@ -172,7 +174,7 @@ async def evaluate_policy(
                 label,
                 derived_seed(config.seed, label, task),
             )
-            for task in range(num_examples(entry, size))
+            for task in range(smallest(size, entry.num_examples) or 0)
         ]
     results: dict[str, Results] = {entry.label: [] for entry in entries}
     async with aclosing(session.play(source.label, jobs, concurrency)) as plays:
@@ -209,21 +211,3 @@ def split_of(entry: EvalConfig, ready: Ready) -> tuple[Split, int | None]:
         )
         return "train", ready.num_train
     return "eval", ready.num_eval
-
-
-def num_examples(entry: EvalConfig, size: int | None) -> int:
-    """Returns how many of `size` examples (None: endless) to play. Raises RunError if there are
-    none or the number is unlimited."""
-    count = task_count(entry.num_examples, size)
-    if count is None:
-        raise RunError(f"eval {entry.label}: its tasks are endless; give a number with --limit")
-    if size == 0:
-        raise RunError(
-            f"eval {entry.label}: its environment has no examples; check its arguments "
-            "(args, dataset)"
-        )
-    if not count:
-        raise RunError(
-            f"eval {entry.label}: num_examples = {entry.num_examples} leaves nothing to play"
-        )
-    return count

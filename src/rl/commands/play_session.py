@@ -100,12 +100,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     write_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
-def task_count(limit: int, size: int | None) -> int | None:
-    """Returns the number of tasks to play, None if endless. `size`: tasks available (None:
-    endless); `limit`: negative for no limit."""
-    return size if limit < 0 else limit if size is None else min(size, limit)
-
-
 # The policy ---------------------------------------------------------------------------------------
 
 
