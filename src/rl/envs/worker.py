@@ -200,8 +200,8 @@ class Worker:
 
 
 def failed_by(error: BaseException, talk: Any = None) -> Rollout:
-    """A rollout that failed because of `error`, with the turns and messages of `talk` (a Talk or
-    None) from before."""
+    """A rollout that failed because of `error`, with the turns and messages of `talk` (one of
+    TALKS, or None) from before."""
     from rl.envs.policy import RolloutError
 
     failed = Rollout(stop="error", cause="environment")

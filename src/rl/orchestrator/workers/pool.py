@@ -24,11 +24,13 @@ import msgspec
 from rl.orchestrator.groups.group_credit import in_thread
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
+    MAX_KILLS,
     EnvLostError,
     GroupPlay,
     PoolWorker,
     WorkerLauncher,
     kill_reason,
+    likely_reason,
     validate_played,
     wait_ready,
 )
@@ -238,7 +240,7 @@ class WorkerPool:
         env = worker.setup.env.name
         for play in worker.sent.values():
             play.kills += 1
-            if play.failed and not play.done.done():
+            if play.kills >= MAX_KILLS and not play.done.done():
                 play.give_up(reason)
         left = [play for play in worker.sent.values() if not play.done.done()]
         worker.sent.clear()
@@ -302,7 +304,8 @@ class WorkerPool:
                     self._send(worker, self.server_set)
                 worker.ready.set_result(ready)
             case LoadFailed(message) if not worker.ready.done():
-                worker.fail_ready(message)
+                reason = likely_reason(worker.setup.python, message)
+                worker.ready.set_exception(RunError(message + reason))
             case Description() as description if worker.descriptions:
                 if not (answer := worker.descriptions.popleft()).done():
                     answer.set_result(description)

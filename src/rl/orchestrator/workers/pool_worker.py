@@ -113,10 +113,6 @@ class GroupPlay:
         """Whether the group is given up at its worker's next death, so that it is played alone."""
         return self.kills >= MAX_KILLS - 1
 
-    @property
-    def failed(self) -> bool:
-        return self.kills >= MAX_KILLS
-
 
 @dataclass
 class PoolWorker:
@@ -144,10 +140,6 @@ class PoolWorker:
             and self.child.exit_code is None
             and not self.kill_reason
         )
-
-    def fail_ready(self, message: str) -> None:
-        """Fails `ready`: the environment could not be loaded."""
-        self.ready.set_exception(RunError(message + likely_reason(self.setup.python, message)))
 
     def fail_descriptions(self, reason: str) -> None:
         """Fails pending descriptions with RunError: the worker is dead."""
