@@ -20,7 +20,8 @@ from msgspec import structs
 
 from rl.envs.classic.client import chat_message, completion_prompt
 from rl.envs.classic.environment import ClassicEnvironment, error_text
-from rl.envs.environment import check_prompts, load
+from rl.envs.environment import check_prompts
+from rl.envs.load import load
 from rl.envs.worker import Worker
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError

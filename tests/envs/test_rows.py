@@ -7,7 +7,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from rl.envs.environment import load
+from rl.envs.load import load
 from rl.models.tables import load_table
 from rl.system.errors import RunError
 from rl.system.functions import load_function

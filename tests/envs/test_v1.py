@@ -11,7 +11,8 @@ import pytest
 from aiohttp import web
 
 from rl.envs import environment as adapters
-from rl.envs.environment import check_prompts, is_v1
+from rl.envs.environment import check_prompts
+from rl.envs.load import is_v1
 from rl.envs.v1.environment import EndlessTasks, V1Environment
 from rl.envs.v1.harness import HARNESS_ID
 from rl.models.chat import RendererError

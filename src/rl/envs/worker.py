@@ -72,7 +72,7 @@ class Worker:
     finish."""
 
     def __init__(self, setup: WorkerSetup):
-        from rl.envs.environment import load, load_policy
+        from rl.envs.load import load, load_policy
 
         self.setup = setup
         self.policy = load_policy(setup)
@@ -390,7 +390,7 @@ def import_libraries() -> None:
     """Imports what the worker will need except the environment itself; see WorkerLauncher.
     Errors are ignored: they recur where they are reported. A forked copy may play another
     environment, so this one's folder is removed from the import path again."""
-    from rl.envs.environment import library
+    from rl.envs.load import library
 
     setup, path = given_setup(), [*sys.path]
     with contextlib.suppress(ImportError, RunError):
