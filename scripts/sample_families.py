@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.inference.server import common_environment, confuses_states, cpu_defaults, cpu_environment
+from rl.inference.engine_args import common_environment, cpu_environment
+from rl.inference.server import confuses_states, cpu_defaults
 
 LENGTHS = (5, 40, 200)
 """Tokens of the prompts."""
