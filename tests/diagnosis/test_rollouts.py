@@ -84,8 +84,8 @@ def test_a_damaged_file_costs_itself_alone(run):
     damaged: list[str] = []
     assert groups(run, damaged=damaged) == [5, 6, 1]
     assert damaged == [
-        f"{run.rollouts(2)}: damaged, its checksum does not match; move it away to continue "
-        "without it",
+        f"{run.rollouts(2)}: damaged, its checksum does not match; move it and "
+        "000002.sha256 away to continue without it",
         f"{run.rollouts(1)}:2: not a rollout: it needs messages and a reward",
     ]
     run.rollouts(1).write_bytes(b"{\n")

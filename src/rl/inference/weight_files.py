@@ -113,6 +113,10 @@ def refuse_faults(directory: Path, faults: list[str]) -> None:
 if TYPE_CHECKING:
     from torch import Tensor
 
+
+# Adapters -----------------------------------------------------------------------------------------
+
+
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 """peft's names for the two factors of the matrix `<layer>.weight`: PREFIX + layer + A, PREFIX +

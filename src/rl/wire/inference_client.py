@@ -109,6 +109,9 @@ class Balancer:
         return chosen
 
 
+# The client ---------------------------------------------------------------------------------------
+
+
 PROTOCOL = 6
 """Incremented when the meaning of a request or an answer changes."""
 STATUS_S = 5.0

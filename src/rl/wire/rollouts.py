@@ -260,13 +260,6 @@ def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
     return "truncated" if rollout.truncated and mask_truncated else None
 
 
-def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes
-    precedence over its group's reason."""
-    why = why_left_out(rollout, mask_truncated)
-    return why if rollout.error else group.why or why
-
-
 def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool = False) -> bytes:
     """Returns the lines of rollouts/*.jsonl for all rollouts of groups settled by batch `step`;
     None: no batch has settled them."""
@@ -282,7 +275,10 @@ def rollout_line(
 ) -> dict[str, Any]:
     """Returns the line for rollout `i` of a group, see rollout_lines."""
     rollout = group.rollouts[i]
-    why = why_not_trained(group, rollout, mask_truncated) or ("pending" if step is None else None)
+    why = why_left_out(rollout, mask_truncated)
+    # a failure of its own takes precedence over its group's reason
+    if not rollout.error:
+        why = group.why or why or ("pending" if step is None else None)
     return {
         "step": step,
         "env": group.env,

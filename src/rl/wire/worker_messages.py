@@ -225,6 +225,9 @@ ToWorker = ServerSet | PlayGroup | Cancel | Describe | Close
 FromWorker = Ready | LoadFailed | Played | Heartbeat | Description
 
 
+# The socket ---------------------------------------------------------------------------------------
+
+
 Take = Callable[[str, bytes], Awaitable[None]]
 MAX_MESSAGE_BYTES = 1 << 26
 """The largest message. A group of rollouts that needs more is sent in several messages."""

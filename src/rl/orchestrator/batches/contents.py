@@ -68,6 +68,9 @@ def group_samples(group: Group, mask_truncated: bool = False) -> Iterator[Traini
             yield from (sample for sample in rollout_samples(group, i) if sample.spans)
 
 
+# Metrics ------------------------------------------------------------------------------------------
+
+
 TAKEN = re.compile(
     r"mean|length_penalty|reward_mean(_stderr)?|length_mean|errored|truncated|(agent_|pass@|avg@).*"
 )

@@ -129,6 +129,9 @@ def name_fault(name: str, rollout: Rollout) -> str:
     )
 
 
+# Judging ------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Rules:
     """The rules by which an environment's groups are judged."""

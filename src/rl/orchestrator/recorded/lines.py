@@ -203,7 +203,7 @@ class Converter:
         is none."""
         limit, loss = self.vocabulary or MAX_IDS, self.config.trainer.loss
         for name, ids in (("prompt_ids", turn.prompt_ids), ("completion_ids", turn.completion_ids)):
-            for i, id in enumerate(ids if ids and not 0 <= min(ids) <= max(ids) < limit else ()):
+            for i, id in enumerate(ids):
                 if not 0 <= id < limit:
                     return (
                         f"{name}[{i}]: {id} is not in the model's vocabulary of {limit}: was it "
@@ -284,6 +284,9 @@ class Converter:
                 "and nothing says which: record token ids (turns)"
             )
         return answers
+
+
+# Rows of verifiers --------------------------------------------------------------------------------
 
 
 Row = dict[str, Any]

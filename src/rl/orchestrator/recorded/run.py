@@ -205,6 +205,9 @@ class Episode:
 log = logging.getLogger(__name__)
 
 
+# The run ------------------------------------------------------------------------------------------
+
+
 class RecordedRun:
     """Commits batches of recorded groups as the trainer needs them."""
 

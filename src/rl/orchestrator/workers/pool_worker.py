@@ -227,6 +227,9 @@ def lacking_remedy(python: str) -> str:
     return f"`{install}`, the environment's own package, and verifiers (classic: <0.4)"
 
 
+# Its start ----------------------------------------------------------------------------------------
+
+
 BOOTSTRAP = """
 import importlib.util, runpy, sys
 folder, setup_file = sys.argv[1:]
@@ -356,6 +359,9 @@ class WorkerLauncher:
         """Ends the waiting copies."""
         while self.preforked:
             self.preforked.popitem()[1].close()
+
+
+# What it sends ------------------------------------------------------------------------------------
 
 
 MOST_LIKELY = 1e-3

@@ -96,6 +96,10 @@ class InferenceProxy:
 
 log = logging.getLogger(__name__)
 
+
+# The sandbox --------------------------------------------------------------------------------------
+
+
 VARIABLES = (
     "PATH",
     "LANG",
