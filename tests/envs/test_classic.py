@@ -713,9 +713,9 @@ def at_endpoint(build, answer, **sampling):
 
 def test_endpoints():
     rollout, asked = at_endpoint(single(), "0", top_k=5)
-    assert (rollout.reward, rollout.turns, rollout.completion_tokens, rollout.num_tokens) == (
+    assert (rollout.reward, len(rollout.turns), rollout.completion_tokens, rollout.num_tokens) == (
         1.0,
-        [],
+        0,
         2,
         2,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from rl.envs import environment as adapters
+from rl.envs import load as adapters
 from rl.envs.environment import check_prompts
 from rl.envs.load import is_v1
 from rl.envs.v1.environment import EndlessTasks, V1Environment

@@ -24,7 +24,6 @@ import msgspec
 from rl.orchestrator.groups.group_credit import in_thread
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
-    MAX_KILLS,
     EnvLostError,
     GroupPlay,
     PoolWorker,
@@ -240,7 +239,7 @@ class WorkerPool:
         env = worker.setup.env.name
         for play in worker.sent.values():
             play.kills += 1
-            if play.kills >= MAX_KILLS and not play.done.done():
+            if play.failed and not play.done.done():
                 play.give_up(reason)
         left = [play for play in worker.sent.values() if not play.done.done()]
         worker.sent.clear()

@@ -113,6 +113,10 @@ class GroupPlay:
         """Whether the group is given up at its worker's next death, so that it is played alone."""
         return self.kills >= MAX_KILLS - 1
 
+    @property
+    def failed(self) -> bool:
+        return self.kills >= MAX_KILLS
+
 
 @dataclass
 class PoolWorker:
