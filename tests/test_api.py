@@ -14,7 +14,7 @@ from rl.commands.record import Recorder
 from rl.config.command_line import build, parse_args
 from rl.config.run import RLConfig
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.token_log import write_token_log
+from rl.run_dir.numbers import write_token_log
 from rl.system.errors import ConfigError, RunError
 from tests.envs.stub_policy import StubPolicy, StubServers
 from tests.records.made import group, make_run, sample, write_samples, write_step

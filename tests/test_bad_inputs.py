@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rl.commands.export import check_target
-from rl.commands.policy_spec import resolve
+from rl.commands.options import resolve
 from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args
 from rl.config.help import COMMANDS
 from rl.config.run import ModelConfig, RLConfig

@@ -1,5 +1,6 @@
 """Every configuration in the repository is valid, and means what its file name says."""
 
+import math
 import os
 import re
 import shlex
@@ -15,9 +16,8 @@ from recipe_curves import HEAD, drawn_from, table
 from rl.cluster.submit import dry_run
 from rl.commands.collect import OPTIONS
 from rl.commands.recipe import RECIPES, commands, copy, names, read
-from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, to_toml
+from rl.config.command_line import build, from_toml, load_config_or_exit, parse_args, take, to_toml
 from rl.config.environment_id import read_id
-from rl.config.options import take
 from rl.config.plan import Plan, plan
 from rl.launch import devices
 from rl.system.machine import Machine
@@ -97,6 +97,17 @@ def test_gpus_are_split_as_the_file_says(name, gpus, trainer, inference):
     split = devices.split(config, Machine(gpus=[*map(str, range(gpus))], cores=[*range(16)]))
     assert (split.trainer.gpus, split.inference.gpus) == (trainer, inference)
     assert split.ranks == len(trainer)
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_recipe_toml_says_goes_together(name):
+    recipe = read(name)
+    assert "@" in recipe.stages[-1].split(), "the last stage needs the file of a run"
+    assert bool(recipe.aim) != bool(recipe.curves), "either [curves] or, if it was never run, aim"
+    assert recipe.aim or (recipe.seeds and recipe.steps)
+    for seed, values in recipe.curves.items():
+        assert seed == "steps" or seed.isdecimal()
+        assert len(values) == len(recipe.curves["steps"]) and all(map(math.isfinite, values))
 
 
 @pytest.mark.parametrize("name", names())

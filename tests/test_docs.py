@@ -8,6 +8,7 @@ import ast
 import contextlib
 import importlib
 import os
+import pkgutil
 import re
 import shlex
 import sys
@@ -18,19 +19,19 @@ from typing import Any
 
 import pytest
 
-from rl.commands import homes, replay
-from rl.commands.policy_spec import named_run
+from rl.commands import environment, replay
+from rl.commands.options import named_run
 from rl.config.command_line import (
     SHORT_FLAGS,
     SWITCHES,
     build,
     load_config_or_exit,
     parse_args,
+    take,
     to_toml,
 )
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
-from rl.config.options import take
 from rl.config.run import ALIASES, RLConfig
 from rl.launch.children import Children
 
@@ -212,9 +213,10 @@ def rl(args: list[str]) -> None:
     if not command:
         assert not rest or rest[0].startswith(("-", "@")), args
         return dry_run(rest, "rl")
-    module = importlib.import_module(COMMANDS[command][0])
-    if command == "env" and rest[0] in homes.VERBS:
-        options = homes.OPTIONS[rest[0]]
+    function = pkgutil.resolve_name(COMMANDS[command][0])
+    module = sys.modules[function.__module__]
+    if command == "env" and rest[0] in environment.VERBS:
+        options = environment.VERB_OPTIONS[rest[0]]
         assert len(take("rl env", rest[1:], options)[1]) == (rest[0] != "list")
     elif command == "replay":
         _, (run,) = take("rl replay", rest, replay.OPTIONS)
@@ -241,7 +243,7 @@ def rl(args: list[str]) -> None:
     else:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
             patch.setattr("rl.cluster.submit.resolve_model", lambda *_, **__: "")
-            module.main(rest if "--help" in rest else [*rest, "--dry-run"], Children())
+            function(rest if "--help" in rest else [*rest, "--dry-run"], Children())
         assert end.value.code == 0, args
     return None
 
@@ -334,7 +336,7 @@ def test_commands_and_flags_that_a_text_names_are_there(page):
         command = words[0] if words else ""
         assert command in COMMANDS or not command.isalpha(), f"{page.name}: `{span}`"
         options = (
-            getattr(importlib.import_module(COMMANDS[command][0]), "OPTIONS", ())
+            getattr(importlib.import_module(COMMANDS[command][0].partition(":")[0]), "OPTIONS", ())
             if command in COMMANDS
             else ()
         )

@@ -132,7 +132,7 @@ def test_nothing_is_pickled():
         for path in FILES
         if packages & {name.split(".")[0] for name in imports(path)}
     ]
-    assert found == ["trainer/store/reader.py"]
+    assert found == ["trainer/store/checkpoint.py"]
 
 
 def test_nothing_that_is_loaded_can_run_code():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from reference import pages
 
-from rl.run_dir.metric_names import METRICS
+from rl.run_dir.metrics import METRICS
 
 SRC = Path(__file__).parents[1] / "src" / "rl"
 WRITERS = [

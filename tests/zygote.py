@@ -28,9 +28,9 @@ NUMBER = 12
 TRAINER = (
     "torch.distributed.checkpoint",
     "transformers.models.llama.modeling_llama",
-    "rl.trainer.start",
+    "rl.trainer.train",
     "rl.trainer.store.checkpoint",
-    "rl.trainer.sft.source",
+    "rl.trainer.data.batch_sources",
 )
 ORCHESTRATOR = ("rl.launch.prepare", "rl.orchestrator.main", "tests.stub_pool")
 

@@ -27,9 +27,8 @@ from rl.config.run import RLConfig
 from rl.config.trainer import FakeDataConfig
 from rl.system.errors import RunError
 from rl.trainer import determinism
-from rl.trainer.data.fake import FakeBatches
+from rl.trainer.data.batch_sources import FakeBatches, prepare
 from rl.trainer.data.packing import Packed
-from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_flops, work_of
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import make_optimizer

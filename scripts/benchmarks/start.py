@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from rl.records.spans import Done, SpanRecording
+from rl.records.timeline import Done, SpanRecording
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 5

@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import FakeDataConfig
 from rl.launch.devices import MALLOC, SPIN
-from rl.trainer.data.fake import FakeBatches
+from rl.trainer.data.batch_sources import FakeBatches, prepare
 from rl.trainer.data.packing import Packed
-from rl.trainer.data.prefetch import prepare
 from rl.trainer.measure.performance import Timer, peak_memory_gib
 from rl.trainer.model.head import score
 from rl.trainer.model.modes import is_compiled, possible_modes, set_mode

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from rl.commands.policy_spec import named_run
+from rl.commands.options import named_run
 from rl.config.base import Settings
 from rl.config.command_line import build, parse_args, parse_toml, to_toml
 from rl.config.run import RLConfig

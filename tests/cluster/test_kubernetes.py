@@ -17,7 +17,7 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 
 from rl.cluster import kubernetes
-from rl.cluster.identity import index_of
+from rl.cluster.reach import index_of
 from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
 from rl.system.errors import RunError

@@ -30,14 +30,20 @@ def make_config(tmp_path, **cluster) -> RLConfig:
     return run_config(tmp_path, usual | cluster)
 
 
-def test_one_that_waits_for_a_leader_in_vain_is_to_be_started_again(tmp_path, children, capsys):
-    write_config(tmp_path / "run.toml", make_config(tmp_path))
+def test_one_that_waits_for_a_leader_in_vain_is_to_be_started_again(
+    tmp_path, children, capsys, monkeypatch
+):
+    """Regression: it said nothing before."""
+    monkeypatch.setattr(module, "TELL_S", 0.1)
+    write_config(tmp_path / "run.toml", make_config(tmp_path, join_timeout_s=3.0))
     assert (
         main(["@", str(tmp_path / "run.toml"), "--cluster.index", "1"], children)
         == START_AGAIN
         == 75
     )
-    assert "nobody has led the run" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert printed.out.count("nobody leads the run") == 1
+    assert "nobody has led the run" in printed.err
 
 
 @pytest.mark.parametrize("engine", ["none", "kubernetes", "slurm"])

@@ -19,8 +19,7 @@ from rl.orchestrator.recorded.run import check_same
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState
 from rl.run_dir.checksums import MANIFEST, checksum
 from rl.run_dir.files import write_file
-from rl.run_dir.origin import Change, first_step, read_origin
-from rl.run_dir.paths import numbered
+from rl.run_dir.paths import Change, first_step, numbered, read_origin
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import TrainBatch
@@ -296,11 +295,17 @@ def test_another_loss_drops_the_keys_of_the_one_before(run, launched):
     )
 
 
-def test_a_dry_run_writes_nothing(run, launched, capsys):
+def test_a_dry_run_writes_nothing(run, launched, capsys, monkeypatch):
+    def resolve(*_, **__):
+        raise RunError("no such folder")
+
+    monkeypatch.setattr("rl.cluster.submit.resolve_model", resolve)
     with pytest.raises(SystemExit) as end:
         branch(f"{run.root}@2", "--name y --dry-run")
     assert end.value.code == 0
-    (run.root.parent / "dry.toml").write_text(capsys.readouterr().out)
+    said = capsys.readouterr()
+    assert said.err.endswith("rl: no such folder\n")
+    (run.root.parent / "dry.toml").write_text(said.out)
     assert (
         from_toml(run.root.parent / "dry.toml").run_dir.root == run.root.with_name("y")
         and not launched

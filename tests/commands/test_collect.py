@@ -7,7 +7,7 @@ import pytest
 
 from rl.commands.collect import Collection, jobs_left, only_writer, read_present, task_order
 from rl.config.command_line import build, parse_args
-from rl.config.sft import SftConfig
+from rl.config.kinds import SftConfig
 from rl.orchestrator.recorded.lines import parse
 from rl.system.errors import RunError
 from rl.trainer.sft.rows import why_unused

@@ -11,7 +11,7 @@ from rl.commands.compare import means, seed_lines, stretches
 from rl.config.command_line import to_toml
 from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import BranchOrigin
+from rl.run_dir.paths import BranchOrigin
 from tests.commands.driver import called
 from tests.flags import made
 

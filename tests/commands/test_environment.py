@@ -27,14 +27,9 @@ def test_what_failed_calls_have_left_goes_with_the_next_one(tmp_path, monkeypatc
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     here = pid_scope()
     others = [
-        tmp_path / name
-        for name in (
-            f"rl-env-e-more-{here}-1-x",
-            f"rl-env-other-{here}-99999999-a",
-            "rl-env-e-elsewhere-99999999-a",
-        )
+        tmp_path / name for name in (f".rl-env-e.{here}-1-1.tmp", ".rl-env-e.0123abcd-1-1-1.tmp")
     ]
-    for left in (*others, tmp_path / f"rl-env-e-{here}-99999999-a"):
+    for left in (*others, tmp_path / f".rl-env-e.{here}-99999999-1.tmp"):
         left.mkdir()
     with scratch("e") as first, scratch("e") as second:
         assert sorted(tmp_path.iterdir()) == sorted([first, second, *others])
@@ -75,7 +70,7 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path, during):
         began = time.monotonic()
         process.communicate(timeout=60)
     assert process.returncode == 130 and time.monotonic() - began < 50
-    assert list((tmp_path / "tmp").glob("rl-env-*")) == [] and not list(
+    assert list((tmp_path / "tmp").glob(".rl-env-*")) == [] and not list(
         tmp_path.glob("homes/.home*")
     )
 

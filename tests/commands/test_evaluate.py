@@ -8,9 +8,15 @@ import psutil
 import pytest
 
 from rl.commands import evaluate
-from rl.commands.eval_report import compare, eval_part, finished_report, markdown, write_report
-from rl.commands.evaluate import evaluations_only
-from rl.commands.policy_spec import PolicySource
+from rl.commands.evaluate import (
+    compare,
+    eval_part,
+    evaluations_only,
+    finished_report,
+    markdown,
+    write_report,
+)
+from rl.commands.options import PolicySource
 from rl.config.orchestrator import EvalConfig
 from rl.launch.children import Children
 from rl.main import subcommand
@@ -28,13 +34,14 @@ from tests.web import serving
 SAY_DIGIT = ("--orchestrator.environment.id", "say-digit")
 
 
-def part(rewards, **fields):
-    """A policy's part of a report from {task: [rewards]}."""
+def part(rewards, tasks=None, **fields):
+    """A policy's part of a report from {task: [rewards]}. `tasks`: what each number stands for."""
     results = [
         (task, [Rollout(reward=one, episode=i, **fields) for i, one in enumerate(each)])
         for task, each in rewards.items()
     ]
-    return eval_part(EvalConfig(id="e"), "eval", {"temperature": 1.0}, results)
+    tasks = tasks or [{"prompt": f"task {number}"} for number in range(max(rewards) + 1)]
+    return eval_part(EvalConfig(id="e"), "eval", {"temperature": 1.0}, results, tasks)
 
 
 def policy(name, rewards, **fields):
@@ -85,10 +92,26 @@ def test_two_policies_side_by_side(tmp_path, capsys):
         in lines
     )
     assert "|  | m | 2.000 | - |  |  |" in lines
-    assert "3 and 2 examples; the 2 common ones are compared" in capsys.readouterr().err
+    assert "3 and 2 examples; the 2 that both have are compared" in capsys.readouterr().err
     assert finished_report(str(tmp_path / "o"))["policy"] == "new (o)"
     with pytest.raises(RunError, match="no examples in common"):
         write_report(tmp_path / "p", config, [ours, policy("other", {7: [1.0]})])
+
+
+def test_tasks_are_paired_by_their_content_and_not_by_their_place():
+    """Regression: a changed row was compared with the one that stood there before."""
+
+    def tasks(*answers, system):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": "say"}]
+        return [
+            {"prompt": messages, "answer": answer, "example_id": number}
+            for number, answer in enumerate(answers)
+        ]
+
+    ours = part({0: [1.0], 1: [0.5], 2: [0.25], 3: [0.0]}, tasks("a", "b", "a", "c", system="x"))
+    theirs = part({0: [9.0], 1: [0.25], 2: [1.0]}, tasks("new", "a", "a", system="y"))
+    gap = compare(ours, theirs, 0)["reward_mean"]
+    assert (gap.mean, gap.num_examples) == ((1.0 - 0.25 + 0.25 - 1.0) / 2, 2)
 
 
 def test_pass_at_k_is_compared_where_both_have_enough_samples():
@@ -162,7 +185,9 @@ def test_two_models_of_an_endpoint(tmp_path):
 
 def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model):
     (tmp_path / "e").mkdir()
-    earlier = {"policies": [policy("old", {0: [0.0], 1: [0.0]})]}
+    rows = [{"question": f"say {digit}", "answer": str(digit)} for digit in range(2)]
+    tasks = [{"prompt": [{"role": "user", "content": row["question"]}]} | row for row in rows]
+    earlier = {"policies": [policy("old", {0: [0.0], 1: [0.0]}, tasks=tasks)]}
     earlier["policies"][0]["evals"] = {"say-digit": earlier["policies"][0]["evals"]["e"]}
     (tmp_path / "e" / "report.json").write_text(json.dumps(earlier))
     with serving(StubInference(model, tmp_path / "status.json", skill=1.0)):
@@ -231,7 +256,7 @@ def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_
     tmp_path,
 ):
     """Regression: training rows counted as held out, temperature 0 was refused, and changed rows
-    were compared without a word."""
+    were compared by their place."""
     (tmp_path / "rewards.py").write_text(
         "def exact(completion, answer):\n    return float(completion[-1]['content'] == answer)\n"
     )
@@ -239,22 +264,17 @@ def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_
         "--orchestrator.environment.dataset rows.jsonl --orchestrator.environment.reward rewards.py:exact --orchestrator.sampling.temperature 0",
     )
     with serving(Endpoint("good")) as server:
-        for digit, more in ((1, ()), (2, ("--compare", "1"))):
-            (tmp_path / "rows.jsonl").write_text(
-                json.dumps({"prompt": f"say {digit}", "answer": str(digit)})
-            )
-            code, out, err = rl(
-                tmp_path, "eval", *flags, "--policy", server.url, "--output", str(digit), *more
-            )
-            assert code == 0 and "rows (1 x 1, training examples)" in out, err
+        for digits, options in (("13", ()), ("23", ("--compare", "13"))):
+            rows = [{"prompt": f"say {digit}", "answer": digit} for digit in digits]
+            (tmp_path / "rows.jsonl").write_text(jsonl.text(*rows))
+            words = ("--policy", server.url, "--output", digits, *options)
+            code, out, err = rl(tmp_path, "eval", *flags, *words)
+            assert code == 0 and "rows (2 x 1, training examples)" in out, err
             assert (
                 "its environment has no eval examples, so its training examples are played" in err
             )
-    assert [body["temperature"] for body in server.asked] == [0.0, 0.0]
-    assert (
-        "warning: eval rows: the two policies differ in environment" in err
-        and err.count("rows_crc32") == 2
-    )
+    assert [body["temperature"] for body in server.asked] == [0.0] * 4
+    assert "warning: eval rows: 2 and 2 examples; the 1 that both have are compared" in err
 
 
 def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
@@ -265,6 +285,9 @@ def test_evaluations_that_share_workers_are_kept_apart(monkeypatch, tmp_path):
 
     class Session:
         ready = {"shared": Ready(4, 2)}
+
+        async def tasks(self, env, split, limit):
+            return [{"prompt": str(number)} for number in range(limit)]
 
         async def play(self, label, jobs, concurrency):
             for job in jobs:
@@ -320,7 +343,7 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
         tmp_path, "eval", *flags, "--inference.startup_timeout_s 1", code=with_server(slow)
     )
     assert code == 1 and "inference is not ready after inference.startup_timeout_s = 1 s" in err
-    assert not list(tmp_path.rglob("server-*"))
+    assert not list(tmp_path.rglob(".server.*"))
     (tmp_path / "empty").mkdir()
     code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy empty")
     assert (

@@ -62,8 +62,20 @@ def test_runs_and_steps_that_are_not_there(run, tmp_path, capsys):
     assert "the run has no finished evaluation" in fault(capsys, f"{run}@best", to)
 
 
+def test_a_model_is_back_that_a_death_has_left_between_two_names(run, tmp_path, capsys):
+    """Regression: it stayed hidden for good."""
+    (tmp_path / ".model.replaced").mkdir()
+    (tmp_path / ".model.replaced" / "config.json").write_text("{}")
+    assert "a model exists there" in fault(capsys, run, f"--to {tmp_path}/model")
+    assert not (tmp_path / ".model.replaced").exists()
+
+
 def test_directories_that_must_not_be_written(run, tmp_path, capsys):
     (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "x").touch()
+    assert f"{tmp_path}/photos/x is not a folder that can be written" in fault(
+        capsys, run, f"--to {tmp_path}/photos/x/a/b"
+    )
     assert "exists and is not a model" in fault(capsys, run, f"--to {tmp_path}/photos --overwrite")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")

@@ -2,21 +2,21 @@
 
 import re
 import subprocess
+from functools import partial
 from importlib import metadata
 
 import pytest
 
 from rl.commands import collect, environment, evaluate
-from rl.commands.options import load, name_of_play
-from rl.commands.policy_spec import PolicySource
-from rl.config.command_line import build, from_toml, parse_args
+from rl.commands.options import PolicySource, load, name_of_play
+from rl.config.command_line import build, from_toml, parse_args, take
 from rl.config.fields import field_tree
 from rl.config.help import COMMANDS
-from rl.config.options import take
 from rl.config.run import RLConfig
 from rl.main import commit
+from rl.system.linux import bind
 from tests.bounds import children_cpu_s, imports_s
-from tests.commands.driver import rl, words
+from tests.commands.driver import called, rl, words
 from tests.flags import made
 
 
@@ -134,6 +134,21 @@ def test_dry_run_of_a_command(tmp_path):
         {"n": [1, "ü"]},
     )
     assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+
+
+def test_a_dry_run_of_a_play_looks_at_model_and_port(tmp_path, monkeypatch, capsys):
+    """Regression: only that of `rl` did."""
+    monkeypatch.setattr("rl.commands.options.bind", partial(bind, wait_s=0.0))
+    keys = f"--model.name {tmp_path}/none --orchestrator.environment.id e --dry-run"
+    code, out, err = called(capsys, "eval", keys)
+    assert code == 0 and f"{tmp_path}/none': no such folder" in err and "[model]" in out
+    for no_model in ("eval --policy http://127.0.0.1:9/v1", "env"):
+        assert "no such folder" not in called(capsys, no_model, keys)[2]
+    with bind("127.0.0.1", 0, "x") as taken:
+        taken.listen()
+        port = f"--inference.port {taken.getsockname()[1]}"
+        code, _, err = called(capsys, "collect", keys, port)
+    assert code == 1 and "Address already in use" in err
 
 
 def test_version(tmp_path):

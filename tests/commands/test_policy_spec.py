@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from rl.commands import policy_spec
+from rl.commands import options
+from rl.commands.options import PolicySource, resolve
 from rl.commands.play_session import server_config
-from rl.commands.policy_spec import PolicySource, resolve
 from rl.config.command_line import to_toml
 from rl.system.errors import RunError
 from tests.commands.servers import KEY, Endpoint
@@ -123,7 +123,7 @@ def test_an_endpoint(monkeypatch):
         monkeypatch.setenv("OPENAI_API_KEY", "wrong")
         assert "$OPENAI_API_KEY, which was refused" in fault(two.url)
         with monkeypatch.context() as patch:
-            patch.setattr(policy_spec, "hides_keys", lambda _url: False)
+            patch.setattr(options, "hides_keys", lambda _url: False)
             assert (
                 "is not sent over plain http to another machine unless you name its variable"
                 in fault(two.url)

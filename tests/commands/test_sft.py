@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rl.config.command_line import load_config_or_exit
-from rl.config.quick import shrink
+from rl.config.run import shrink
 from rl.models.tiny import make_tiny_model
 from tests import jsonl
 from tests.commands.driver import rl, start, words

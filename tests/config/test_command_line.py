@@ -260,13 +260,13 @@ def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
     ]
 
 
-@pytest.mark.parametrize("place", ["m", "hub/models--owner--m/snapshots/1f"])
+@pytest.mark.parametrize("place", ["m [1]", "hub/models--owner--m/snapshots/1f"])
 def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys, place):
     """2048, which nobody had set, was an error on a model of 1024."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     file = tmp_path / place / "config.json"
     file.parent.mkdir(parents=True)
-    name = str(file.parent) if place == "m" else "owner/m"
+    name = str(file.parent) if place == "m [1]" else "owner/m"
     for text, longest in (
         ('{"max_position_embeddings": 1024}', 1024),
         ('{"max_position_embeddings": 9999}', 2048),

@@ -30,13 +30,13 @@ def run(tmp_path):
     return Run(tmp_path, **SETTINGS)
 
 
-def hints(run, rewards, entropy=1.0, **orchestrator):
+def hints(run, rewards, entropy=1.0, trainer=None, **orchestrator):
     """The texts of the hints after steps with these rewards; other metrics are one number, or
     one for each step."""
     steps = range(1, len(rewards) + 1)
     shares = {f"rollouts/{name}": value for name, value in orchestrator.items()}
     run.metrics(steps, "orchestrator", **{"reward/mean": rewards, **shares})
-    run.metrics(steps, **{"entropy/mean": entropy})
+    run.metrics(steps, **{"entropy/mean": entropy} | (trainer or {}))
     return [hint.text for hint in diagnose(run.dir, run.config).hints]
 
 
@@ -161,3 +161,25 @@ def test_a_teacher_makes_equal_rewards_useful(tmp_path):
         hints(Run(tmp_path, **SETTINGS | {"orchestrator": taught}), [0.0] * 3, zero_advantage=1.0)
         == []
     )
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "said"),
+    [
+        ("entropy/mean", 0.001, "the policy is nearly certain of each token"),
+        ("mismatch_kl/mean", 0.5, "trainer and inference disagree: mismatch_kl/mean 0.5 is above"),
+        ("lag_kl/mean", 5.0, "rollouts are far from the trained policy: lag_kl/mean 5"),
+        ("optim/grad_norm", 90.0, "gradients are 90 times the clipping limit"),
+    ],
+)
+def test_what_the_trainer_shows_is_told_while_the_reward_rises(run, metric, value, said):
+    """Regression: nothing was said before the reward had stopped to rise."""
+    rising = [step / 40 for step in range(20)]
+    (told,) = hints(run, rising, trainer={metric: value})
+    assert told.startswith(said)
+    (told,) = hints(run, [0.1, 0.2, 0.3], trainer={metric: value})
+    assert told.startswith(said), "before there is a trend, too"
+
+
+def test_a_policy_that_solves_its_tasks_may_be_certain(run):
+    assert hints(run, [0.2] * 8 + [0.97] * 12, trainer={"entropy/mean": 0.001}) == []

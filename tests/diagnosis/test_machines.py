@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from rl.diagnosis.machines import changes
-from rl.diagnosis.state import RunMachine
+from rl.diagnosis.state import RunMachine, machine_changes
 from rl.diagnosis.waits import diagnose
 from rl.run_dir.nodes import Jobs, Nodes, RunOver
 from rl.run_dir.status import Phase, Staleness
@@ -158,7 +157,7 @@ def test_what_becomes_of_machines_is_told_once(run):
         RunMachine(1, ["inference"], status, silent_s=31.0),
     )
     told: dict[int, str] = {}
-    said = [changes(told, [one]) for one in (absent, here, here, lost, lost, here, absent)]
+    said = [machine_changes(told, [one]) for one in (absent, here, here, lost, lost, here, absent)]
     assert said == [
         [],
         ["  machine 1 (b) serves"],

@@ -7,8 +7,9 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
+from rl.config.outside import rows_fault
 from rl.envs.load import load
-from rl.models.tables import load_table
+from rl.models.hub import load_table
 from rl.system.errors import RunError
 from rl.system.functions import load_function
 from rl.wire.worker_messages import EnvSpec
@@ -231,8 +232,8 @@ def test_faults_of_functions_name_the_place(folder, reward, text):
     [
         (
             {"dataset": "missing.jsonl"},
-            r"dataset missing\.jsonl is not a file \(/.*missing\.jsonl\); give a JSONL file, "
-            r"or owner/name",
+            r"dataset missing\.jsonl is not a file \(/.*missing\.jsonl\); give a JSONL, CSV or "
+            r"Parquet file, or owner/name",
         ),
         ({"dataset": "rows"}, r"dataset rows is not a file"),
         ({"reward": None}, r"dataset rows\.jsonl needs a reward function; give reward ="),
@@ -271,6 +272,22 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
         RunError, match="owner/name:odd row 0: no prompt or question, only text, answer"
     ):
         made(dataset="owner/name:odd")
+
+
+@pytest.mark.parametrize("name", ["tasks [1].csv", "tasks [1].parquet"])
+def test_a_table_is_played(folder, name):
+    """Regression: both were said to be no JSON."""
+    if name.endswith("csv"):
+        (folder / name).write_text("prompt,answer\na,1\nb,02\n")
+    else:
+        rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "02"}]
+        datasets.Dataset.from_list(rows).to_parquet(folder / name)
+    assert rows_fault(name) == ""
+    env = made(dataset=name)
+    assert [env.task("train", number)["answer"] for number in range(2)] == ["1", "02"]
+    (folder / name).write_bytes(b"\xff")
+    with pytest.raises(RunError, match=r"tasks \[1\].* (give CSV in UTF-8|check the file)"):
+        made(dataset=name)
 
 
 def test_a_hub_out_of_reach_is_told(folder, monkeypatch):

@@ -5,7 +5,7 @@ import sys
 from contextlib import asynccontextmanager
 
 from rl.commands import environment, evaluate
-from rl.commands.homes import several
+from rl.commands.environment import several
 from rl.config.command_line import build, parse_args, write_config
 from rl.homes.home import read
 from rl.homes.make import building, ensure

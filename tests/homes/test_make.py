@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from rl.config.environment_id import homes_root, read_id
-from rl.homes import hub, make, uv
+from rl.homes import make, uv
 from rl.homes.home import difference, home_of, is_of_package, outside, read, read_record, text_of
 from rl.homes.make import ensure
 from rl.homes.request import Request
@@ -452,7 +452,7 @@ def test_what_differs():
 
 def test_addresses_of_the_hub():
     for good in ("https://hub/x/simple/", "http://127.0.0.1:1/x", "https://hub/x/@1.0/x.whl"):
-        assert hub.web_address(good) == good
+        assert make.web_address(good) == good
     for bad in (None, 3, "file:///etc", "https://me:pw@hub/x", "ftp://x/y", "https:// x/y"):
-        assert hub.web_address(bad) == ""
-    assert hub.web_address("http://hub/x/simple/") == hub.web_address("") == ""
+        assert make.web_address(bad) == ""
+    assert make.web_address("http://hub/x/simple/") == make.web_address("") == ""

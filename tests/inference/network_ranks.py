@@ -15,14 +15,13 @@ from torch import Tensor
 
 from rl.inference.weights import NetworkWeights
 from rl.run_dir.checksums import content_of
-from rl.run_dir.digests import digest
 from rl.run_dir.files import write_file
 from rl.run_dir.in_memory import OverNetwork
+from rl.run_dir.safetensors import digest
 from rl.trainer.parallel.world import start_world
-from rl.trainer.store.image import Image
-from rl.trainer.store.layout import Slice
-from rl.trainer.store.ranks import RankThreads
-from rl.trainer.store.registered import Registered
+from rl.trainer.store.image import Image, Slice
+from rl.trainer.store.publisher import Registered
+from rl.trainer.store.threads import RankThreads
 from tests.trainer.store.images import laid_out
 
 SIZE = 2

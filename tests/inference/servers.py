@@ -20,11 +20,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl.run_dir.checksums import DELTA, DIGESTS
-from rl.run_dir.digests import HASH, digest_of_file
 from rl.run_dir.in_memory import InMemory, Memory
-from rl.run_dir.safetensors import tensor_digests
-from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.image import Image
+from rl.run_dir.safetensors import HASH, digest_of_file, tensor_digests
+from rl.trainer.store.image import Image, LastVersion
 from rl.wire.inference_client import read
 from rl.wire.turns import Turn, unpack_logprobs
 from tests.trainer.store.images import fill, image_like

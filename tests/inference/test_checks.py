@@ -30,11 +30,10 @@ from rl.inference.server import vllm_arguments
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, read_tensors
 from rl.inference.worker import count_uncompiled
 from rl.run_dir.checksums import Mirror, content_of
-from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import temporary_name
 from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.paths import RunDir
-from rl.run_dir.safetensors import TensorEntry
+from rl.run_dir.safetensors import HASH, TensorEntry, digest
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.store import versions
 from rl.wire.inference_client import Balancer, LoadedVersion

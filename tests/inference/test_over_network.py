@@ -20,15 +20,14 @@ from rl.inference.weight_files import WeightsGoneError
 from rl.inference.weights import NetworkWeights, NixlReader, Piece, check_content
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import content_id, content_of
-from rl.run_dir.digests import digest
 from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.lease import hold_role
 from rl.run_dir.paths import RunDir
+from rl.run_dir.safetensors import digest
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.trainer.store import versions
-from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.registered import Registered
+from rl.trainer.store.publisher import Publisher, Registered
 from rl.wire.messages import Acknowledged, WeightVersion
 from rl.wire.transport import Wait
 from tests.families import CONFIGS

@@ -14,9 +14,9 @@ from rl.config.run import RLConfig
 from rl.orchestrator.batches.batch_files import OrchestratorState
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskSource
 from rl.run_dir.checksums import checksum
-from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import clean_leftovers, encode_record, sha256
 from rl.run_dir.paths import RunDir
+from rl.run_dir.safetensors import HASH, digest
 from rl.wire.batch_file import encode_batch
 from rl.wire.messages import TrainBatch
 from tests.flags import made

@@ -3,8 +3,8 @@ because it needs a run."""
 
 import sys
 
-from rl.launch import beside
-from rl.launch.beside import Beside
+from rl.launch import run
+from rl.launch.run import Beside
 from rl.run_dir.lease import lease_path
 from rl.run_dir.metrics import Merger, MetricsLog
 from tests.launch.test_curves import synthetic
@@ -21,7 +21,7 @@ def start(run_dir, children, monkeypatch) -> tuple[Beside, list[str]]:
         return started(name, [sys.executable, "-c", quick, *command[4:]], *more)
 
     monkeypatch.setattr(children, "start", given)
-    return beside.curves(run_dir, "r", children, said.append), said
+    return run.start_curves(run_dir, "r", children, said.append), said
 
 
 def test_a_picture_comes_with_news_and_its_process_goes_with_the_others(

@@ -10,8 +10,7 @@ import pytest
 
 from rl.diagnosis.rollouts import messages_text
 from rl.launch.console import COLUMNS, Console, alike, cell, phase_text
-from rl.run_dir.metric_names import PASS
-from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
+from rl.run_dir.metrics import PASS, Merger, MetricsLog, MetricsReader
 from rl.run_dir.status import Phase, RoleStatus, write_status
 from tests import jsonl
 from tests.flags import made

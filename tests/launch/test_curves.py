@@ -18,8 +18,7 @@ from rl.launch.curves import (
 )
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.numbers import Numbers
-from rl.run_dir.origin import BranchOrigin
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import BranchOrigin, RunDir
 
 
 def synthetic(root, steps: int = 8) -> RunDir:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.launch.devices import Split, check_build, split, write_into
+from rl.launch.devices import Split, check_build, split
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
 from tests.flags import made
@@ -201,20 +201,10 @@ def test_ids_count_among_the_visible_ones():
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 8])
-def test_the_written_division_divides_the_same_again(num_gpus):
+def test_a_process_knows_the_division_by_its_flags(num_gpus):
     box = Machine([str(i) for i in range(num_gpus)], [0, 1])
-    given = config("--trainer-cpus 1")
-    division = split(given, box)
-    written = write_into(given, division)
-    assert (
-        written.inference.vllm == division.vllm
-        and written.trainer.cpus == [0]
-        and written.inference.cpus is None
-    )
-    again = split(written, box)
-    assert (again.trainer, again.inference, again.ranks, again.vllm) == (
-        division.trainer,
-        division.inference,
-        division.ranks,
-        {},
-    )
+    division = split(config(), box)
+    known = config(*division.flags)
+    assert known.trainer.gpus == (division.trainer.gpus or 0)
+    assert known.inference.gpus == (division.inference.gpus or 0)
+    assert known.inference.vllm == division.vllm

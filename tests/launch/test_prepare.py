@@ -107,6 +107,9 @@ def test_resume_of_a_run_that_is_not_there_says_which_there_are(place):
     )
     assert not place.root.exists()
     place("--name r2")
+    assert "give another run: rl sft @ RUN/config.toml --resume" in place.fails(
+        "--sft.dataset rows.jsonl", resume=-1
+    )
     assert (
         f"there is no run in {place.root}; in {place.tmp}/outputs there are r2. Leave"
         in place.fails(resume=-1)
@@ -244,6 +247,20 @@ def test_a_path_that_has_moved_is_no_other_setting(place):
         "changed: model.name" in note
         for note in place("--model.name", str(place.tmp / "new" / "model"), resume=-1).notes
     )
+
+
+def test_a_model_with_another_name_and_the_same_weights_is_no_other_setting(place):
+    """Regression: a base model that had moved could not be named anew."""
+    for name, value in (("a", 0), ("b", 0), ("c", 1)):
+        (place.tmp / name).mkdir()
+        (place.tmp / name / "config.json").write_text("{}")
+        save_file({"w": np.full(4, value, np.float32)}, place.tmp / name / "model.safetensors")
+    place("--model.name", str(place.tmp / "a"))
+    place.fill(1, (1,))
+    shutil.rmtree(place.tmp / "a")
+    assert "model.name: " in place.fails("--model.name", str(place.tmp / "c"), resume=-1)
+    notes = place("--model.name", str(place.tmp / "b"), resume=-1).notes
+    assert [note.split()[1] for note in notes[1:]] == ["model.name:"]
 
 
 def test_a_start_that_was_interrupted_before_config_toml_can_be_repeated(place):

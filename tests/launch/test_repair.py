@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.commands.doctor.files import damaged_files
+from rl.commands.doctor.main import damaged_files
 from rl.launch.repair import repair
 from rl.orchestrator.batches.batch_files import PendingLog
 from rl.run_dir.checksums import checksum

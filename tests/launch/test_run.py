@@ -18,7 +18,7 @@ import pytest
 
 from rl.cluster.submit import dry_run
 from rl.config.cluster import ClusterConfig
-from rl.config.command_line import CommandLine, from_toml, to_toml, write_config
+from rl.config.command_line import CommandLine, from_toml
 from rl.config.run import RLConfig
 from rl.diagnosis.waits import diagnose
 from rl.homes.home import Home
@@ -33,11 +33,11 @@ from rl.launch.run import (
     run,
 )
 from rl.run_dir.access_token import page_secret
-from rl.run_dir.events import read_events
 from rl.run_dir.lease import LockOwner, lease_path
 from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import read_events
 from rl.system import sandbox
-from rl.system.errors import ConfigError, RunError, system_error
+from rl.system.errors import RunError, system_error
 from rl.system.linux import bind
 from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch
@@ -97,6 +97,7 @@ for step in range(1, config.max_steps + 1):
 """,
 }
 FOREVER = "time.sleep(60)\n"
+TRAINING = ("orchestrator", "trainer")
 ELSEWHERE = "--orchestrator.inference_urls http://127.0.0.1:1"
 ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 
@@ -172,7 +173,7 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
     code, out, err = rl("--max_steps 5", orchestrator=writes_it, trainer="")
     said = f"{head}the run ended at step 0 of 5: solved"
     assert (code, err) == (0, "") and sum(line.startswith(said) for line in out.splitlines()) == 1
-    (event,) = (event for event in read_events(rl.run_dir.events) if event.event == "end")
+    (event,) = (event for event in read_events(rl.run_dir.spans) if event.event == "end")
     assert (event.process, event.reason) == ("rl", "the run ended at step 0 of 5: solved")
 
 
@@ -207,7 +208,7 @@ def test_who_has_lost_the_run_judges_no_death(rl, code):
     until(
         lambda: [
             event
-            for event in read_events(rl.run_dir.events)
+            for event in read_events(rl.run_dir.spans)
             if (event.event, event.process) == ("start", "trainer")
         ],
         60,
@@ -215,7 +216,7 @@ def test_who_has_lost_the_run_judges_no_death(rl, code):
     rl.lose()
     _, err = process.communicate(timeout=120)
     assert process.returncode == 3 and "has taken over as rl of this run" in err
-    assert not {event.event for event in read_events(rl.run_dir.events)} & {
+    assert not {event.event for event in read_events(rl.run_dir.spans)} & {
         "death",
         "give_up",
         "stop",
@@ -257,7 +258,7 @@ def test_a_run_from_start_to_report(rl):
     }
     assert rl.nobody_left()
     config = from_toml(rl.run_dir.config)
-    assert config.trainer.ranks == 1 and config.run_dir.root == rl.root
+    assert config.trainer.ranks is None and config.run_dir.root == rl.root
 
 
 def test_a_run_that_trained_no_step_does_not_end_with_0(rl):
@@ -376,6 +377,22 @@ def test_a_home_is_told_once_for_all_of_its_environments():
     ]
 
 
+def test_a_stop_says_which_steps_a_resume_trains_again(rl):
+    save = '(root / "checkpoints/000001").mkdir(parents=True)\n'
+    stays = {name: SCRIPTS[name] + save * (name == "trainer") + FOREVER for name in TRAINING}
+    process, path = rl.start(**stays), rl.run_dir.metrics
+
+    def all_trained() -> bool:
+        text = path.read_text() if path.exists() else ""
+        return text.count("loss/mean") == text.count('"reward/mean') == 3
+
+    until(all_trained, 120)
+    until((rl.root / "checkpoints" / "000001").exists)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert "no checkpoint after step 1: a resume trains 2 to 3 again\nresume with: rl " in err
+
+
 @pytest.mark.parametrize(
     ("phase", "signum", "expected"),
     [
@@ -398,7 +415,7 @@ def test_a_signal_stops_everything_and_says_how_to_resume(rl, phase, signum, exp
     assert f"{signum.name}: stopping" in err and "resume with: rl " in err
     assert rl.nobody_left() and not list(rl.root.glob("status/*.json"))
     assert (
-        '"event":"stop","process":"rl"' in (said := rl.run_dir.events.read_text().splitlines()[-1])
+        '"event":"stop","process":"rl"' in (said := rl.run_dir.spans.read_text().splitlines()[-1])
         and signum.name in said
     )
     found = diagnose(rl.run_dir, from_toml(rl.run_dir.config))
@@ -485,12 +502,14 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.batch(1).parent.mkdir()
     run_dir.batch(1).touch()
-    placement, children = (
-        Placement(SimpleNamespace(kind="rl", sft=None, is_remote=False), lambda _: []),
-        SimpleNamespace(stop=lambda _: []),
-    )
+    config = SimpleNamespace(kind="rl", sft=None, is_remote=False)
+    children = SimpleNamespace(stop=lambda _: [])
     assert run(
-        SimpleNamespace(run_dir=run_dir), placement, children, "rl @ x.toml --resume"
+        config,
+        SimpleNamespace(run_dir=run_dir),
+        Placement(lambda _: []),
+        children,
+        "rl @ x.toml --resume",
     ) == 1 and closed == [1]
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith(
@@ -499,51 +518,31 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     assert said[1] == "resume with: rl @ x.toml --resume"
 
 
-def test_a_resume_on_other_gpus_implies_again_what_the_start_implied(tmp_path, monkeypatch):
-    """Regression: engines and ranks were taken for the user's, and GPUs were idle in silence."""
+@pytest.mark.parametrize(
+    ("num_gpus", "devices"),
+    [(4, ([0], [1, 2, 3], 3)), (8, ([0], [*range(1, 8)], 7)), (2, ([0], [1], None))],
+)
+def test_each_start_divides_the_machine_that_it_is_on(tmp_path, monkeypatch, num_gpus, devices):
+    """config.toml has what the user asked for, so that a resume on more GPUs takes them."""
+    gpus = [str(number) for number in range(num_gpus)]
+    monkeypatch.setattr("rl.launch.run.machine", lambda: Machine(gpus, [0]))
+    config = made(f"--name r --output_dir {tmp_path} --orchestrator.environment.id say-digit")
+    placement = on_this_machine(config)
+    trainer, inference, engines = devices
+    replicas = [] if engines is None else ["--inference.vllm.data_parallel_size", str(engines)]
+    said = ["--trainer.gpus", str(trainer), "--inference.gpus", str(inference), *replicas]
+    roles = {role.name: role.command for role in placement.roles(config.run_dir)}
+    assert placement.notes == [] and roles["orchestrator"][-1] == str(config.run_dir.config)
+    assert all(roles[name][-len(said) :] == said for name in ("trainer", "inference"))
 
-    def place(num_gpus: int, config: RLConfig) -> tuple[RLConfig, list[str]]:
-        monkeypatch.setattr(
-            "rl.launch.run.machine",
-            lambda: Machine([str(number) for number in range(num_gpus)], [0]),
-        )
-        placement = on_this_machine(config)
-        return placement.config, placement.notes
 
-    def resumed(num_gpus: int, **gpus: int) -> tuple[RLConfig, list[str]]:
-        config = from_toml(started.run_dir.config)
-        for section, number in gpus.items():
-            getattr(config, section).gpus = number
-        return place(num_gpus, config)
-
-    about = f"--name r --output_dir {tmp_path} --orchestrator.environment.id say-digit"
-    started, notes = place(4, made(about))
-    write_config(started.run_dir.config, started)
-    assert (
-        started.inference.vllm == {"data_parallel_size": 3}
-        and started.trainer.ranks == 1
-        and not notes
-    )
-    config, notes = resumed(4)
-    assert to_toml(config) == to_toml(started) and not notes
-    config, notes = resumed(8, inference=7)
-    assert config.inference.vllm == {"data_parallel_size": 7} and not notes
-    config, notes = resumed(8, trainer=2, inference=6)
-    assert (config.trainer.ranks, config.trainer.gpus, config.inference.vllm) == (
-        2,
-        [0, 1],
-        {"data_parallel_size": 6},
-    )
-    config, notes = resumed(8)
-    assert notes == [
-        "GPUs 4, 5, 6, 7 of this machine are not used by this run: trainer.gpus = [0], "
-        "inference.gpus = [1, 2, 3]"
+def test_gpus_that_nobody_uses_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.launch.run.machine", lambda: Machine(["0", "1", "2", "3"], [0]))
+    two = "--trainer.gpus 1 --inference.gpus 1 --orchestrator.environment.id say-digit"
+    assert on_this_machine(made(f"--output_dir {tmp_path}", two)).notes == [
+        "GPUs 1, 2 of this machine are not used by this run: trainer.gpus = [0], "
+        "inference.gpus = [3]"
     ]
-    assert to_toml(config) == to_toml(started)
-    config, notes = resumed(2)
-    assert (config.trainer.gpus, config.inference.gpus, config.inference.vllm) == ([0], [1], {})
-    with pytest.raises(ConfigError, match="there are 0 GPUs here"):
-        resumed(0)
 
 
 class Loop(RunLoop):

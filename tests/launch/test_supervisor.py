@@ -1,6 +1,7 @@
 """The restart policy, with small scripts in place of the processes: restarts, waits, messages
 and leftovers."""
 
+import contextlib
 import errno
 import json
 import os
@@ -25,6 +26,7 @@ from rl.system.linux import pid_scope
 from rl.system.process_table import entry, markers
 from tests import jsonl
 from tests.run_dir.test_logs import REPORT
+from tests.waiting import until
 
 PRELUDE = """
 import json, os, signal, subprocess, sys, time
@@ -915,6 +917,27 @@ def test_a_first_start_that_the_system_refuses_is_tried_again(make, monkeypatch)
     run.begin()
     assert not run.child("trainer")
     run.ready("trainer")
+
+
+def test_other_processes_are_watched_while_a_start_is_refused(make, monkeypatch):
+    """Regression: a process that died meanwhile was noticed when the start had succeeded."""
+    run = make()
+
+    def start(self, name, *args):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    def is_noticed(name):
+        with contextlib.suppress(BlockingIOError):
+            run.supervisor.poll([])
+        return run.events("death", name)
+
+    run.begin()
+    run.ready("trainer")
+    run.ready("orchestrator")
+    monkeypatch.setattr(Children, "start", start)
+    for name in ("trainer", "orchestrator"):
+        os.kill(run.child(name).pid, signal.SIGKILL)
+        until(lambda name=name: is_noticed(name))
 
 
 @pytest.mark.parametrize(("number", "patience_s"), [(errno.EAGAIN, 0.0), (errno.ENOSPC, 30.0)])

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.commands import logs
+from rl.commands import follow
 from rl.launch import watch
-from rl.run_dir.events import Event, append_event, read_events
 from rl.run_dir.nodes import Jobs, Nodes, RunOver
+from rl.run_dir.spans import Event, append_event, read_events
 from rl.run_dir.status import Staleness
 from tests.cluster.configs import run_config, status_of
 from tests.launch.test_run import FOREVER, Run
@@ -156,8 +156,8 @@ def cluster(tmp_path, monkeypatch):
         ("SILENT_S", 0.0),
     ):
         monkeypatch.setattr(watch, name, seconds)
-    monkeypatch.setattr(logs, "POLL_S", 0.05)
-    monkeypatch.setattr(logs, "LOOK_S", 0.0)
+    monkeypatch.setattr(follow, "POLL_S", 0.05)
+    monkeypatch.setattr(follow, "LOOK_S", 0.0)
     config = run_config(tmp_path, {"engine": "slurm"})
     config.run_dir.logs.mkdir(parents=True)
     nodes = Nodes(config.run_dir)
@@ -266,7 +266,7 @@ def test_logs_of_a_role_on_all_machines_and_on_one(cluster, capsys):
         "slurm-5_1",
     ):
         (cluster.dir.logs / f"{name}.log").write_text(f"of {name}\n")
-    view = logs.View(cluster.dir.logs, "trainer", None, None)
+    view = follow.View(cluster.dir.logs, "trainer", None, None)
     view.show_last(view.logs(), 5)
     (cluster.dir.logs / "trainer-node3-1.log").write_text("of trainer-node3-1\nmore")
     view.show_new(is_last=True)
@@ -285,8 +285,8 @@ def test_logs_of_a_role_on_all_machines_and_on_one(cluster, capsys):
         ("trainer-node0", None, ["trainer-node0"]),
         ("", "7", []),
     ):
-        assert [*logs.View(cluster.dir.logs, process, node, None).logs()] == found
+        assert [*follow.View(cluster.dir.logs, process, node, None).logs()] == found
     assert (
-        logs.View(cluster.dir.logs, "trainer", "7", None).may_come()
-        and not logs.View(cluster.dir.logs, "trainr", None, None).may_come()
+        follow.View(cluster.dir.logs, "trainer", "7", None).may_come()
+        and not follow.View(cluster.dir.logs, "trainr", None, None).may_come()
     )

@@ -23,8 +23,7 @@ from rl.models.folder import (
 from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.digests import HASH, digest_of_file
-from rl.run_dir.safetensors import model_files, read_header, tensor_digests
+from rl.run_dir.safetensors import HASH, digest_of_file, model_files, read_header, tensor_digests
 from rl.system.errors import RunError
 from tests.models.conversations import assistant, user
 
@@ -98,6 +97,8 @@ def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monk
         r"model\.max_model_len to at most",
     ):
         sound_model(config)
+    assert sound_model(default := run_on(folder, max_model_len=2048)) == str(folder)
+    assert default.model.max_model_len == 1024, "the default, of a model that was not here"
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert sound_model(config) == str(folder)
 

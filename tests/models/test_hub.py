@@ -8,7 +8,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from rl.config.sft import SftConfig
+from rl.config.kinds import SftConfig
 from rl.models import hub
 from rl.system.errors import RunError
 from rl.trainer.sft.rows import DataSource, hub_rows

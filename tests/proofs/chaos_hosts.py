@@ -46,7 +46,6 @@ class HostRun(Run):
     def start(self) -> None:
         config = self.config.with_absolute_paths()
         division = devices.split(config, machine())
-        config = devices.write_into(config, division)
         write_config(self.run_dir.config, config)
         self.commands = {role.name: role for role in roles(config, self.run_dir, division)}
         for target in HOSTS:

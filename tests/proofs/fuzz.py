@@ -30,12 +30,11 @@ from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.workers.pool_worker import ANSWERS
 from rl.run_dir.checksums import DIGESTS, MANIFEST, read_digests, verify_checkpoint
-from rl.run_dir.digests import HASH
-from rl.run_dir.events import read_events
 from rl.run_dir.files import CorruptFileError, encode_record
 from rl.run_dir.lease import LockOwner
 from rl.run_dir.metrics import MetricsReader, cut_metrics, environment_rewards, read_metrics
-from rl.run_dir.safetensors import tensor_digests
+from rl.run_dir.safetensors import HASH, tensor_digests
+from rl.run_dir.spans import read_events
 from rl.run_dir.status import Phase, RoleStatus, last_seen, read_json, read_status
 from rl.system.credentials import redact_json
 from rl.system.errors import ConfigError, RunError

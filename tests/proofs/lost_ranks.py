@@ -24,8 +24,8 @@ import psutil
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.events import Event
 from rl.run_dir.paths import numbered
+from rl.run_dir.spans import Event
 from rl.run_dir.status import Phase, RoleStatus
 from tests.proofs import promises
 from tests.proofs.chaos_run import Run

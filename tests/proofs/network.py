@@ -25,9 +25,9 @@ from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
-from rl.run_dir.events import read_events
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import numbered
+from rl.run_dir.spans import read_events
 from rl.system.children import Child
 from tests.machines import Machines, node_command
 from tests.proofs import promises

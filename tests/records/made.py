@@ -9,10 +9,9 @@ from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.eval_metrics import write_eval
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.run_dir.events import Event, EventKind, append_event
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
-from rl.run_dir.spans import Start
+from rl.run_dir.spans import Event, EventKind, Start, append_event
 from rl.wire.batch_file import write_batch, write_rollouts
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, rollout_lines

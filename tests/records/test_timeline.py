@@ -5,8 +5,7 @@ import types
 import pytest
 
 from rl.records.run import Run
-from rl.records.spans import Done
-from rl.records.timeline import Timeline, spread
+from rl.records.timeline import Done, Timeline, spread
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.spans import DECODER, Gauges, Span
 from rl.run_dir.status import Phase, RoleStatus, archive_status, write_status
@@ -163,7 +162,7 @@ def test_span_files_are_read_once_and_followed_when_a_full_one_becomes_the_old_o
 ):
     run_dir, decoded = make_run(tmp_path / "x"), []
     monkeypatch.setattr(
-        "rl.records.spans.DECODER",
+        "rl.records.timeline.DECODER",
         types.SimpleNamespace(decode=lambda text: decoded.append(text) or DECODER.decode(text)),
     )
     file = run_dir.spans / "trainer.jsonl"

@@ -13,8 +13,8 @@ from rl.run_dir.checksums import (
     read_digests,
     verify_checkpoint,
 )
-from rl.run_dir.digests import HASH
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.safetensors import HASH
 from rl.system.errors import RunError
 
 

@@ -2,9 +2,15 @@ import json
 
 import pytest
 
-from rl.run_dir.digests import digest
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.safetensors import INDEX, TensorEntry, model_files, read_header, tensor_digests
+from rl.run_dir.safetensors import (
+    INDEX,
+    TensorEntry,
+    digest,
+    model_files,
+    read_header,
+    tensor_digests,
+)
 
 
 def content(header: object, data: bytes = b"") -> bytes:

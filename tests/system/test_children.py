@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.launch.children import Children
-from rl.launch.guard import Guard
+from rl.launch.children import Children, Guard
 from rl.run_dir.logs import last_lines, next_log
 from rl.system import process_table
 from rl.system.children import Child, RestartPolicy, start

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import uvicorn
 
-from rl.tinker.http import KEY_PREFIX
+from rl.tinker.requests import KEY_PREFIX
 from tests.ports import free_ports
 from tests.tinker.test_app import KEY, CountingLearner, Servers, service_of
 from tests.waiting import until

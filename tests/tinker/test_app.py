@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 
 from rl.config.run import RLConfig
-from rl.run_dir.digests import HASH
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
+from rl.run_dir.safetensors import HASH
 from rl.system.errors import RunError
 from rl.tinker.app import TinkerApi, make_app
 from rl.tinker.codec import FLOAT32, INT64, MESSAGE
-from rl.tinker.http import KeyGate
-from rl.tinker.log import CallLog, ClientCall
+from rl.tinker.requests import KeyGate
 from rl.tinker.sampling import SamplingSessions, Target, VersionTurns
-from rl.tinker.storage import Storage
+from rl.tinker.storage import CallLog, ClientCall, Storage
 from rl.tinker.training import Training
 from rl.wire.messages import VersionSpan
 from rl.wire.training_calls import CallError, NoRoomError, Scored
@@ -554,7 +553,7 @@ async def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_op
         assert (await client.http.get(forged)).status_code == 401
     with monkeypatch.context() as later:
         now = time.time()
-        later.setattr("rl.tinker.http.time.time", lambda: now + 3601)
+        later.setattr("rl.tinker.requests.time.time", lambda: now + 3601)
         assert (await client.http.get(url)).status_code == 401
     client.http.headers["x-api-key"] = key
     path = {
@@ -666,8 +665,7 @@ async def test_a_sample_that_is_refused_says_what_is_wrong(client, tokens, more,
 @with_client
 async def test_an_answer_without_max_tokens_has_a_bound(client, monkeypatch, asked, sent):
     """It went on to the end of the context, for minutes."""
-    for room in ("sampling", "openai"):
-        monkeypatch.setattr(f"rl.tinker.{room}.DEFAULT_TOKENS", 8)
+    monkeypatch.setattr("rl.tinker.sampling.DEFAULT_TOKENS", 8)
     limits, generate = [], client.servers.generate
 
     async def noting(session, token_ids, sampling):

@@ -25,7 +25,7 @@ from rl.tinker.client.inference import Sampler, make_app
 from rl.tinker.client.service import Remote, check, read_remote, take_key, write_version
 from rl.tinker.client.trainer import RemoteTrainer
 from rl.tinker.codec import LOSSES, MESSAGE, loss_call
-from rl.trainer.adapters.learner import loss_settings
+from rl.trainer.learner import loss_settings
 from rl.trainer.loss.common import LossInputs
 from rl.trainer.loss.losses import loss_function
 from rl.wire.inference_client import read

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from rl.config.run import RLConfig
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
-from rl.trainer.data.prefetch import prepare
+from rl.trainer.data.batch_sources import prepare
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import head
 from rl.trainer.model.dither import dither

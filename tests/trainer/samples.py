@@ -16,8 +16,7 @@ from rl.config.run import RLConfig
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
-from rl.trainer.data.balance import Layout
-from rl.trainer.data.packing import Packed, pack
+from rl.trainer.data.packing import Layout, Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from tests.wire.samples import aligned, aligned_sample, changed

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import rl.trainer.main
-from rl.commands import serve_process
+import rl.trainer.train
+from rl.commands import serve
 from rl.config.run import RLConfig
 from rl.launch.repair import repair
 from rl.records.run import Run
@@ -22,7 +23,7 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
 from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
-from rl.trainer.measure import tokens
+from rl.trainer.measure import statistics
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
 from tests.ports import free_ports
@@ -58,9 +59,7 @@ def test_a_gpu_that_is_not_there_ends_it_without_another_start(monkeypatch):
     assert ended.value.code == WRONG_SETTINGS
 
 
-@pytest.mark.parametrize(
-    "main", [rl.trainer.main.main, serve_process.main], ids=["trainer", "serve"]
-)
+@pytest.mark.parametrize("main", [rl.trainer.main.main, serve.process], ids=["trainer", "serve"])
 @pytest.mark.parametrize("users", ["PYTORCH_CUDA_ALLOC_CONF", ""])
 def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypatch, users, main):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is restored
@@ -69,7 +68,7 @@ def test_the_allocator_of_gpus_leaves_no_holes_unless_the_user_says_so(monkeypat
     if users:
         monkeypatch.setenv(users, "max_split_size_mb:128")
     monkeypatch.setattr("rl.trainer.main.leave", lambda _: sys.exit(7))
-    monkeypatch.setattr(serve_process, "load_config_or_exit", lambda *_, **__: sys.exit(7))
+    monkeypatch.setattr(serve, "load_config_or_exit", lambda *_, **__: sys.exit(7))
     with pytest.raises(SystemExit, match="7"):
         main()
     expected = None if users else "expandable_segments:True"
@@ -210,6 +209,33 @@ def test_a_resumed_run_equals_a_straight_one_bit_for_bit(straight, tied_folder, 
         assert ours.read_bytes() == theirs.read_bytes(), version
 
 
+def killed_beside_the_line_of_step_2():
+    """The process is killed where it would write the line, once a checkpoint of the step is
+    there, if one is being written; otherwise after that line."""
+    log = rl.trainer.train.Trainer.log
+
+    def slow(trainer, *args):
+        if trainer.step == 2:
+            trainer.saver.finish()
+            if trainer.saver.step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        log(trainer, *args)
+        if trainer.step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    rl.trainer.train.Trainer.log = slow
+
+
+def test_no_checkpoint_comes_before_its_line_of_metrics(tied_folder, tmp_path):
+    """A run resumed from it does not train its step again, so the line would be lost."""
+    config = make_config(tmp_path, tied_folder)
+    with StubOrchestrator(config.run_dir, batches()):
+        hook = "tests.trainer.test_main:killed_beside_the_line_of_step_2"
+        run_trainer(config, -signal.SIGKILL, hook)
+        run_trainer(config)
+    assert {step for step, _ in read_metrics(config.run_dir.metrics)} == set(range(1, STEPS + 1))
+
+
 def test_a_rank_that_is_killed_while_it_writes_leaves_no_version(straight, tied_folder, tmp_path):
     """The other one ends at once, and the next start makes the version that was begun."""
     config = make_config(tmp_path, tied_folder)
@@ -279,7 +305,7 @@ def test_a_full_disk_ends_it_while_it_waits_for_a_batch(tied_folder, tmp_path):
     with orchestrator:
         output = run_trainer(config, GIVE_UP, "tests.trainer.test_main:fill_disk")
     said = (
-        r"trainer: \[Errno 28\] no space left: 0\.\d\d MiB are needed, 0\.00 MiB are free: "
+        r"trainer: \[Errno 28\] no space left: [\d,]+ bytes are needed, [\d,]+ are free: "
         r"'/.*then start again: the run resumes"
     )
     assert re.search(said, output)
@@ -295,9 +321,9 @@ def fail_a_thread():
     if os.environ["RL_TEST_FAILS"] == "saver":
         checkpoint.write = fails
     elif os.environ["RL_TEST_FAILS"] == "token log":
-        tokens.write_token_log = fails
+        statistics.write_token_log = fails
     else:
-        Publisher._is_written = fails
+        Publisher._compare = fails
 
 
 @pytest.mark.parametrize(

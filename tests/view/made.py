@@ -10,9 +10,9 @@ from tokenizers.models import WordLevel
 
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.nodes import Nodes, NodeStatus, TrainerWorld
+from rl.run_dir.numbers import CLIPPED, write_token_log
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span
-from rl.run_dir.token_log import CLIPPED, write_token_log
 from tests.records.made import (
     clock,
     group,

@@ -17,11 +17,9 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, write_status
 from rl.system.errors import RunError
 from rl.view import tasks
-from rl.view.bundle import digest
-from rl.view.export import add_tasks, write_page
+from rl.view.export import Redaction, add_tasks, write_page
 from rl.view.library import Library
 from rl.view.main import main as view
-from rl.view.redaction import Redaction
 from tests.records.made import group, make_run, note, write_step
 from tests.view.made import make_runs
 
@@ -67,8 +65,8 @@ def test_tasks_that_have_no_room_are_counted(place):
     task = tasks.one_task(run, "train", "sums", rows[0].task, with_rollouts=False)
     first = len(msgspec.json.encode([rows[0], task])) + len("sums")
     content = {}
-    used, said = add_tasks(content, run, room := 2 * first + 60)
-    assert first < used <= room and said.startswith(
+    said = add_tasks(content, run, 2 * first + 60)
+    assert said.startswith(
         "2 of 7 tasks are in this file, those that changed most; raise --max-mib"
     )
     assert content["tasks"]["train"] == tasks.with_prompts(run.rollouts("train"), rows[:1])
@@ -81,10 +79,10 @@ def test_no_secret_is_in_it_and_no_text_ends_an_element(place, tmp_path, monkeyp
     assert view([str(place / "first"), "--export", str(tmp_path / "x.html")], Children()) == 0
     text = (tmp_path / "x.html").read_text()
     assert "answer is 3 and" not in text and "the [$JUDGE_API_KEY] no more" in text
-    assert (text.count("<script"), text.count("</script>")) == (2, 2)
-    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert (text.count("<script"), text.count("</script>")) == (4, 4)
     (policy,) = re.findall(r'http-equiv="content-security-policy" content="([^"]*)"', text)
-    assert f"script-src {digest(script)};" in policy
+    (nonce,) = re.findall("script-src 'nonce-([^']+)';", policy)
+    assert text.count(f'nonce="{nonce}"') == 4  # three scripts and the styles
     assert "unsafe" not in policy and "connect-src" not in policy
 
 

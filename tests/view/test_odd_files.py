@@ -13,7 +13,7 @@ from rl.run_dir.spans import Span
 from rl.view.library import Library
 from rl.view.responses import RunRow
 from rl.view.rollouts import Wanted
-from rl.view.routes import Handlers
+from rl.view.server import Handlers
 from rl.view.tokens import piece
 from tests.records.made import clock, group, make_run, note, write_lines, write_step
 from tests.view.made import write_numbers

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from starlette.datastructures import QueryParams
 
 from rl.launch.children import Children
 from rl.orchestrator.groups.group_credit import credit_group
@@ -18,7 +19,7 @@ from rl.system.errors import RunError
 from rl.view.export import recorded
 from rl.view.library import Library
 from rl.view.main import main as view
-from rl.view.routes import ROUTES, Handlers
+from rl.view.server import ROUTES, Handlers
 from rl.view.tasks import SORTS
 from rl.wire.rollouts import Group
 from tests.records import made
@@ -557,7 +558,7 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
     for where, said in (
         ("#/tasks?run=first&env=sums&task=7&step=abc", ["step = abc: give a number"]),
         ("#/timeline?run=first&at=abc", ["at = abc: give a number"]),
-        ("#/rollouts?run=first&offset=abc", ["offset = abc: give a whole number from 0"]),
+        ("#/rollouts?run=first&offset=abc", ["Expected int, got str - at $.offset"]),
         (
             "#/curves?run=first&from=x&to=3&smooth=7",
             ["from = x: give a number", "smooth = 7: give a number from 0 to 0.99"],
@@ -637,7 +638,7 @@ def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_pa
 
     def of_server(name: str, values: dict) -> dict:
         pairs = [(key, str(value).lower()) for key, value in values.items()]
-        answer = msgspec.to_builtins(routes[name].ask(handlers, pairs))
+        answer = msgspec.to_builtins(routes[name].ask(handlers, QueryParams(pairs)))
         return {key: answer[key] for key in ("total", "rows", "sorts", "facets") if key in answer}
 
     def of_file(name: str, values: dict) -> dict:

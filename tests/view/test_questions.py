@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rl.run_dir.numbers import write_token_log
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span
-from rl.run_dir.token_log import write_token_log
 from tests.records.made import (
     clock,
     group,

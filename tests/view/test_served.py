@@ -13,8 +13,8 @@ from rl.system.errors import RunError
 from rl.view.library import Library
 from rl.view.main import main as view
 from rl.view.main import place_of
-from rl.view.routes import Handlers
 from rl.view.runs import fingerprint, watched
+from rl.view.server import Handlers
 from tests.records.made import make_run
 
 

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from starlette.datastructures import QueryParams
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -21,10 +22,8 @@ from tokenizers.models import WordLevel
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.records.run import Run
 from rl.run_dir.access_token import link
-from rl.run_dir.metric_names import SECTIONS
-from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import BranchOrigin
-from rl.run_dir.paths import RunDir
+from rl.run_dir.metrics import SECTIONS, MetricsLog
+from rl.run_dir.paths import BranchOrigin, RunDir
 from rl.run_dir.spans import Gauges, Span
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.system import linux, process_table
@@ -33,8 +32,7 @@ from rl.view import responses, runs, tokens
 from rl.view.access import PageGate
 from rl.view.library import KEPT, Library
 from rl.view.rollouts import Wanted, Which
-from rl.view.routes import ROUTES, Handlers
-from rl.view.server import PAGE, make_app
+from rl.view.server import PAGE, ROUTES, Handlers, make_app
 from rl.wire.rollouts import Group
 from tests.records.made import (
     clock,
@@ -94,7 +92,7 @@ def asking(handlers: Handlers):
             for name, value in values.items()
             for each in (value if isinstance(value, list) else [value])
         ]
-        return routes[route].ask(handlers, pairs)
+        return routes[route].ask(handlers, QueryParams(pairs))
 
     return ask
 
@@ -674,26 +672,27 @@ def test_two_runs_of_one_name_are_both_shown(tmp_path):
     for name in ("one", "two"):
         make_run(tmp_path / name / "outputs" / "x").status_dir.mkdir()
     places = [tmp_path / "one" / "outputs", tmp_path / "two" / "outputs"]
-    assert Library(places).keys() == {str(place / "x"): place / "x" for place in places}
+    keys = {f"{name}/outputs/x": tmp_path / name / "outputs/x" for name in ("one", "two")}
+    assert Library(places).keys() == keys
     assert [*Library([places[0], places[0] / "x"]).keys().values()] == [places[0] / "x"]
 
 
 def test_wrong_questions_are_answered_with_what_is_wrong(client):
     for path, status, words in (
-        ("rollouts?sort=nothing", 409, "nothing"),
-        ("rollouts?limit=100000", 400, "limit = 100000: give a whole number from 1 to 500"),
-        ("rollouts?begin=1.5", 400, "begin = 1.5: give a whole number"),
-        ("rollouts?tool_errors=perhaps", 400, "tool_errors = perhaps: give true or false"),
-        ("timeline?begin=x", 400, "begin = x: give a number"),
-        ("timeline?begin=inf", 400, "begin = inf: give a number"),
-        ("rollout?group=1", 400, "rollout: is missing; give a whole number"),
-        ("curves?axis=y", 400, "axis = y: give one of step, rollouts, tokens, time"),
-        ("rollout?group=999&rollout=0", 409, "group 999"),
-        ("health?other=1", 400, "no such parameter"),
-        ("log?process=trainer&lines=-5", 400, "give a whole number from 1 to 2000"),
-        ("rollouts?lowest=nan", 400, "lowest = nan: give a number"),
-        ("rollouts?lowest=1&highest=0", 409, "give the minimum and the maximum, in this order"),
-        ("tokens?step=-1&group=10&rollout=0", 409, "step = -1: give a whole number from 1"),
+        ("rollouts?sort=nothing", 404, "nothing"),
+        ("rollouts?limit=100000", 400, "Expected `int` <= 500 - at `$.limit`"),
+        ("rollouts?begin=1.5", 400, "Expected `int | null`, got `str` - at `$.begin`"),
+        ("rollouts?tool_errors=perhaps", 400, "Expected `bool`, got `str` - at `$.tool_errors`"),
+        ("timeline?begin=x", 400, "Expected `float | null`, got `str` - at `$.begin`"),
+        ("timeline?begin=inf", 400, "Expected `float` <= 1e+300 - at `$.begin`"),
+        ("rollout?group=1", 400, "missing required field `rollout`"),
+        ("curves?axis=y", 400, "Invalid enum value 'y' - at `$.axis`"),
+        ("rollout?group=999&rollout=0", 404, "group 999"),
+        ("health?other=1", 400, "unknown field `other`"),
+        ("log?process=trainer&lines=-5", 400, "Expected `int` >= 1 - at `$.lines`"),
+        ("rollouts?lowest=nan", 400, "$.lowest"),
+        ("rollouts?lowest=1&highest=0", 404, "give the minimum and the maximum, in this order"),
+        ("tokens?step=-1&group=10&rollout=0", 404, "no such batch"),
     ):
         answer = client.get(f"/api/{path}&run=first")
         assert answer.status_code == status, answer.text

@@ -13,9 +13,10 @@ from rl.run_dir import metrics
 from rl.run_dir.metrics import MetricsLog
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span
-from rl.view.library import Library, UnknownRunError
+from rl.system.errors import RunError
+from rl.view.library import Library
 from rl.view.rollouts import Wanted
-from rl.view.routes import Handlers
+from rl.view.server import Handlers
 from tests.records.made import clock, group, make_run, write_lines, write_step
 from tests.view.made import write_numbers
 
@@ -111,5 +112,5 @@ def test_a_run_that_was_replaced_is_another_one(tmp_path):
     (tmp_path / "x").rename(tmp_path / ".also")
     handlers._library.looked = -10.0
     assert handlers.runs().runs == []
-    with pytest.raises(UnknownRunError):
+    with pytest.raises(RunError):
         handlers.rollouts(Wanted(run="x"))

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from contextlib import closing
-from socket import create_server
 
 from rl.config.run import RLConfig
 from rl.launch.children import Children
@@ -14,6 +13,7 @@ from rl.launch.roles import AGENT
 from rl.run_dir.nodes import AgentState, TrainerWorld
 from rl.run_dir.status import read_status
 from rl.system.children import PYTHON, STOP_DEADLINE_S, Child
+from rl.system.linux import listen_everywhere
 from rl.trainer.departure import GRACE
 
 
@@ -119,5 +119,5 @@ class RankAgent:
 
 def free_port() -> int:
     """Returns a port that is free now on all interfaces."""
-    with closing(create_server(("", 0))) as server:
+    with closing(listen_everywhere()) as server:
         return server.getsockname()[1]

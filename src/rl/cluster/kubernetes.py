@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from rl.cluster.identity import OFFSET
+from rl.cluster.reach import OFFSET
 from rl.config.base import Fault
 from rl.config.cluster import ClusterConfig
 from rl.config.command_line import to_toml

@@ -6,7 +6,7 @@ all of them (cluster/world.py); servers announce themselves.
 import sys
 import time
 
-from rl.cluster.identity import own_address
+from rl.cluster.reach import own_address
 from rl.cluster.world import world_end_s
 from rl.config.command_line import CommandLine, write_config
 from rl.config.plan import plan
@@ -55,7 +55,7 @@ def on_a_cluster(config: RLConfig) -> Placement:
         orchestrator = Role("orchestrator", words, {}, leaves_copy=True)
         return [trainer] if config.sft else [orchestrator, trainer]
 
-    return Placement(config, roles)
+    return Placement(roles)
 
 
 def run_leader(config: RLConfig, line: CommandLine, children: Children) -> int:

@@ -23,9 +23,8 @@ from typing import Any
 import msgspec
 
 from rl.cluster.agent import RankAgent
-from rl.cluster.identity import index_of, own_address
 from rl.cluster.lead import Leader, run_leader, say, with_open_hosts
-from rl.cluster.reach import Reach
+from rl.cluster.reach import Reach, index_of, own_address
 from rl.config.command_line import from_toml, load_config_or_exit, to_toml
 from rl.config.help import SETTINGS
 from rl.config.plan import is_ratio, plan
@@ -62,7 +61,9 @@ POLL_S = 0.5
 START_AGAIN = 75
 """Exit code of a machine that ends before the run does, because its engine takes it away:
 EX_TEMPFAIL of sysexits.h."""
-PREPARED_S = 120.0
+TELL_S = 45.0
+"""Seconds without a leader after which that is said."""
+PREPARED_S = 60.0
 """Seconds after which a configuration of the run that is not this machine's will not become so."""
 LEADER_S = 5.0
 """Seconds after SIGTERM in which the leader is to stop the ranks of all machines; after that
@@ -145,8 +146,9 @@ class Node:
         """Time (time.monotonic) of this start, and that at which the status is to be written
         though nothing has changed."""
         self.leaving = False
-        self.signs, self.looked = Staleness(), 0.0
-        """Signs of life of the leader, and the time (time.monotonic) of the last look at them."""
+        self.signs, self.looked, self.told = Staleness(), 0.0, False
+        """Signs of life of the leader, the time (time.monotonic) of the last look at them, and
+        whether it was said that there are none."""
         self.reach = Reach(self.nodes, index)
         self.agent: RankAgent | None = None
         self.leader: Leader | None = None
@@ -315,12 +317,9 @@ class Node:
     def server_role(self) -> Role:
         """Returns how to start this machine's inference server."""
         name, share = f"inference-node{self.index}", self.share.inference
-        command = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config)]
-        for key, value in self.share.vllm.items():
-            if key not in self.config.inference.vllm:
-                command += [f"--inference.vllm.{key}", str(value)]
+        words = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config)]
         variables = share.env | self.environment | {SERVER_NAME: name}
-        return Role(name, command, variables, share.cores, leaves_copy=True)
+        return Role(name, [*words, *self.share.flags], variables, share.cores, leaves_copy=True)
 
     def is_prepared(self) -> bool:
         """Returns whether the run's config.toml is that of this start. Raises RunError if
@@ -350,7 +349,14 @@ class Node:
         number = newest_lease(lock) if lock.exists() else 0
         path = lease_path(lock, number)
         sign = (number, path.stat().st_mtime_ns if path.exists() else 0)
-        if self.signs.look("leader", sign) >= self.cluster.join_timeout_s:
+        silent_s = self.signs.look("leader", sign)
+        if silent_s >= TELL_S and not self.told:
+            self.told = True
+            say(
+                f"nobody leads the run in {self.run_dir.root}: waits for a machine that trains, "
+                f"up to cluster.join_timeout_s = {self.cluster.join_timeout_s:g} s"
+            )
+        if silent_s >= self.cluster.join_timeout_s:
             raise RunError(
                 f"nobody has led the run in {self.run_dir.root} for cluster.join_timeout_s = "
                 f"{self.cluster.join_timeout_s:g} s: do the machines that train run `rl node`, and "

@@ -65,7 +65,7 @@ class RayHead:
         """Returns whether it has not answered for HEAD_S."""
         host, _, port = self.address.rpartition(":")
         with contextlib.suppress(OSError):
-            socket.create_connection((host, int(port)), POLL_S).close()
+            socket.create_connection((host.strip("[]"), int(port)), POLL_S).close()
             self.seen = time.monotonic()
         return time.monotonic() - self.seen >= HEAD_S
 
@@ -150,7 +150,7 @@ def run(
     # below `uv run` Ray would copy the current directory to all machines, and run that
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     try:
-        ray = importlib.import_module("ray")
+        ray: Any = importlib.import_module("ray")
     except ImportError:
         raise RunError(f"cluster.engine = ray {MISSING}") from None
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}

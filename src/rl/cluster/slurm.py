@@ -15,7 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from rl.cluster.identity import OFFSET
+from rl.cluster.reach import OFFSET
 from rl.config.base import Fault
 from rl.config.plan import END_S, cluster_of, plan
 from rl.config.run import RLConfig

@@ -70,14 +70,19 @@ def dry_run(config: RLConfig) -> str:
     model is not to be found. Raises RunError if a start would find a port in use."""
     check_ports(config)
     if config.cluster is None:
-        try:
-            resolve_model(config.model, needs_template=config.plays, needs_weights=False)
-        except RunError as fault:
-            print(f"rl: {fault}", file=sys.stderr)
+        tell_model(config)
         return to_toml(config)
     config = with_open_hosts(config.with_absolute_paths())
     engine = engine_of(config)
     return engine.render(config, config.run_dir) if engine else to_toml(config)
+
+
+def tell_model(config: RLConfig) -> None:
+    """Prints why the model is not to be found, if so."""
+    try:
+        resolve_model(config.model, needs_template=config.plays, needs_weights=False)
+    except RunError as fault:
+        print(f"rl: {fault}", file=sys.stderr)
 
 
 def start(config: RLConfig, line: CommandLine, children: Children, again: str) -> int:

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import msgspec
 
-from rl.cluster.submit import start
-from rl.commands.policy_spec import find_run, version_number
-from rl.config.command_line import CommandLine, fail, load_config_or_exit, to_toml, write_config
-from rl.config.differences import changed_keys
-from rl.config.options import take
+from rl.cluster.submit import dry_run, start
+from rl.commands.options import find_run, version_number
+from rl.config.command_line import (
+    CommandLine,
+    fail,
+    load_config_or_exit,
+    need_names,
+    take,
+    write_config,
+)
+from rl.config.fields import changed_keys
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.launch import devices
@@ -34,8 +40,7 @@ from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.checksums import is_delta, verify_checkpoint
 from rl.run_dir.files import link_tree, write_directory, write_file
 from rl.run_dir.lease import hold_role
-from rl.run_dir.origin import BranchOrigin, Change, first_step
-from rl.run_dir.paths import RunDir, numbered
+from rl.run_dir.paths import BranchOrigin, Change, RunDir, first_step, numbered
 from rl.system.errors import RunError
 from rl.system.machine import machine
 from rl.wire.batch_file import decode_batch, sound_batch, write_batch
@@ -98,11 +103,8 @@ HELD_OUT = ("sft.validation", "sft.validation_split")
 def main(args: list[str], children: Children) -> int:
     """Creates the branch and trains it. Checks everything before writing anything."""
     _, rest = take("rl branch", args, (), HELP)
-    if not rest or rest[0].startswith(("-", "@")):
-        fail(
-            "rl branch",
-            "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW",
-        )
+    which = "which run? Give its directory first: rl branch outputs/NAME[@STEP] --name NEW"
+    need_names("rl branch", rest[:1], (1,), which)
     flags, (root, version) = rest[1:], find_run(rest[0])
     root = root.resolve()
     parent_config, stored = root / "config.toml", stored_config(root).with_absolute_paths()
@@ -131,16 +133,17 @@ def main(args: list[str], children: Children) -> int:
     for key, old, new in [*changed_keys(stored, config), *edits(parent, config)]:
         if key not in ("name", "output_dir"):
             changes.append(Change(key, repr(old), repr(new)))
-            refused.append("" if moved(old, new) else refusal(changes[-1], stored, config))
+            refused.append(
+                "" if moved(parent, key, old, new) else refusal(changes[-1], stored, config)
+            )
     if any(refused):
         heading = f"a branch at step {step} cannot have these settings:"
         raise RunError("\n".join([heading, *filter(None, refused)]))
     if "--dry-run" in flags:
-        print(to_toml(config), end="")
+        print(dry_run(config), end="")
         raise SystemExit(0)  # like the dry run of every command
     if config.cluster is None:
-        config = devices.implied_again(config, stored, machine())
-        config = devices.write_into(config, devices.split(config, machine()))
+        devices.split(config, machine())  # raises ConfigError before anything is written
     origin = BranchOrigin(str(root), step, round(time.time(), 3), changes)
     make(config, parent, origin, clean="clean" in line.switches)
     head = f"{config.run_dir.root}: {origin}"

@@ -18,16 +18,15 @@ from rl.commands.options import (
     ENDPOINT,
     POLICY,
     POLICY_SPECS,
+    check_writable,
     load,
     name_of_play,
+    resolve,
     usage,
 )
 from rl.commands.play_session import play_session, run
-from rl.commands.policy_spec import resolve
-from rl.config.command_line import CommandLine, fail
-from rl.config.options import options
-from rl.config.quick import EXAMPLES
-from rl.config.run import RLConfig
+from rl.config.command_line import CommandLine, fail, options
+from rl.config.run import QUICK_EXAMPLES, RLConfig
 from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
 from rl.orchestrator.workers.setups import smallest
@@ -75,7 +74,7 @@ def main(args: list[str], children: Children) -> int:
     if not values["output"]:
         fail("rl collect", "where to? Name the file: --output rollouts.jsonl")
     if "quick" in line.switches:
-        values["limit"] = min(values["limit"] or EXAMPLES, EXAMPLES)
+        values["limit"] = min(values["limit"] or QUICK_EXAMPLES, QUICK_EXAMPLES)
     config.orchestrator.eval = []
     # before the policy is contacted, and where a signal stops it
     homes = homes_of(config, say, recorded=bool(line.files))
@@ -182,9 +181,7 @@ async def collect(
 ) -> int:
     """Plays the tasks and samples that the file lacks, and appends them."""
     path = Path(values["output"]).expanduser()
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        raise RunError(f"--output {path}: {parent} is not writable")
+    check_writable("--output", path)
     with only_writer(path):
         present = read_present(path)
         source = resolve(values["policy"], config, values["endpoint_model"], values["api_key_var"])

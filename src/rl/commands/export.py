@@ -4,15 +4,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.commands.policy_spec import find_run, need_weights, version_number
-from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import option_lines, options, take
+from rl.commands.options import check_writable, find_run, need_weights, version_number
+from rl.config.command_line import (
+    fail,
+    load_config_or_exit,
+    need_names,
+    option_lines,
+    options,
+    take,
+)
 from rl.config.stored import run_dir_of
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
 from rl.models.folder import resolve_model
 from rl.models.hub import check_push, push
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import CorruptFileError, clean_leftovers, restore
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
 from rl.system.terminal import say, size
@@ -44,8 +50,8 @@ needed.
 
 def main(args: list[str], children: Children) -> int:
     values, rest = take("rl export", args, OPTIONS, HELP)
-    if not rest or rest[0].startswith(("-", "@")):
-        fail("rl export", "which run? Give its directory first: rl export outputs/NAME --to DIR")
+    which = "which run? Give its directory first: rl export outputs/NAME --to DIR"
+    need_names("rl export", rest[:1], (1,), which)
     if not (values["to"] or values["push"]):
         fail(
             "rl export",
@@ -66,6 +72,9 @@ def run(spec: str, flags: list[str], values: dict[str, Any], scratch: Path) -> i
     config, _ = load_config_or_exit(words, "rl export", usage=HELP)
     repo, public, overwrite = values["push"], bool(values["public"]), bool(values["overwrite"])
     target = Path(values["to"] or scratch / "model").expanduser().resolve()
+    clean_leftovers(target.parent)
+    if (old := target.with_name(f".{target.name}.replaced")).exists():
+        restore(old)
     check_target(target, overwrite, root)
     merge, model, lora = bool(values["merge"]), config.model, config.trainer.lora
     if merge and not lora:
@@ -109,7 +118,7 @@ def check_target(target: Path, overwrite: bool, root: Path) -> None:
     if root.resolve() in (target, *target.parents):
         why = "is inside the run's own directory; give one outside of it"
     elif not target.exists():
-        return
+        return check_writable("--to", target)
     elif not is_model:
         why = "exists and is not a model; give a directory that does not exist"
     elif not overwrite:

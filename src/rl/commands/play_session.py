@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import psutil
 
-from rl.commands.policy_spec import PolicySource
-from rl.config.command_line import write_config
+from rl.commands.options import PolicySource
+from rl.config.command_line import from_toml, write_config
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig
@@ -30,12 +29,11 @@ from rl.models.folder import read_json, resolve_model
 from rl.orchestrator.groups.group_credit import metrics_function
 from rl.orchestrator.workers.setups import policy_spec, worker_setups
 from rl.run_dir.checksums import is_delta, readable
-from rl.run_dir.files import write_file
+from rl.run_dir.files import clean_leftovers, temporary_name, write_file
 from rl.run_dir.logs import last_lines
 from rl.run_dir.status import describe, read_status
 from rl.system.children import STOP_DEADLINE_S, Child, descendants, kill_descendants
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
-from rl.system.linux import pid_scope
 from rl.system.machine import machine
 from rl.system.terminal import say
 from rl.wire.rollouts import Rollout
@@ -43,6 +41,7 @@ from rl.wire.worker_messages import Description, Endpoint, PolicySpec, Ready
 
 if TYPE_CHECKING:
     from rl.orchestrator.workers.pool import PlayJob, WorkerPool
+    from rl.wire.inference_client import InferenceServers
 
 POLL_S = 0.2
 CONCURRENCY = 64
@@ -112,6 +111,19 @@ class PolicyServer:
     """The model's folder."""
     child: Child
 
+    @contextlib.asynccontextmanager
+    async def client(self) -> AsyncIterator["InferenceServers"]:
+        """Waits until it is ready, and yields what asks it. Raises RunError."""
+        from rl.wire.inference_client import InferenceServers
+
+        timeout_s = self.config.orchestrator.inference_timeout_s
+        servers = InferenceServers([], self.config.run_dir.status("inference"), timeout_s)
+        try:
+            await self.ready()
+            yield servers
+        finally:
+            await servers.close()
+
     def check(self) -> None:
         """Raises RunError if the server has ended."""
         if self.child.exit_code is not None:
@@ -161,7 +173,7 @@ async def policy_server(
     if given, without waiting until it is ready; ends it on exit. Its log goes to `work`, which may
     be the user's folder, and another command's. Raises RunError."""
     work.mkdir(parents=True, exist_ok=True)
-    folder, server = own_folder(work, "server"), None
+    folder, server = own_folder(work / "server"), None
     try:
         server = await start_in(folder, config, model, work / "logs", children, adapter)
         yield server
@@ -183,7 +195,6 @@ async def start_in(
     config, box = server_config(config, model, folder, adapter), machine()
     devices.check_build(config, box)
     division = devices.split(config, box)
-    config = devices.write_into(config, division)
     run_dir = config.run_dir
     write_config(run_dir.config, config)
     if adapter:  # a server starts at its run's newest version
@@ -196,27 +207,26 @@ async def start_in(
     if finder.exit_code:
         fault = (last_lines(finder.log) or [f"the model: {finder.ending()}"])[-1]
         raise RunError(f"{fault}\n  the whole log: {finder.log}")
+    config = from_toml(run_dir.config)
     weights = resolve_model(config.model)
-    child = roles.start(children, "inference", run_dir, division.inference, 1, logs)
+    child = roles.start(children, "inference", run_dir, division, logs)
     return PolicyServer(config, weights, child)
 
 
-def own_folder(parent: Path, label: str) -> Path:
-    """Makes a folder that has this process in its name, and deletes those of processes that have
-    ended without doing so."""
-    prefix = f"{label}-{pid_scope()}-"
-    for old in parent.glob(f"{prefix}*"):
-        pid = old.name.removeprefix(prefix).partition("-")[0]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=parent))
+def own_folder(path: Path) -> Path:
+    """Makes a folder whose name is made of `path` and of this process, and deletes such folders of
+    processes that have ended without doing so."""
+    clean_leftovers(path.parent)
+    folder = temporary_name(path)
+    folder.mkdir(0o700)
+    return folder
 
 
 @contextlib.contextmanager
 def scratch(label: str) -> Iterator[Path]:
     """Provides a new directory and deletes it at the end or when a signal stops the command.
     After an error, which may refer to a log in it, the directory stays until the next call."""
-    work = own_folder(Path(tempfile.gettempdir()), f"rl-env-{label}")
+    work = own_folder(Path(tempfile.gettempdir(), f"rl-env-{label}"))
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(shutil.rmtree, work, ignore_errors=True)
         try:

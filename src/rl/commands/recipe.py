@@ -3,7 +3,6 @@ recorded curve."""
 
 import contextlib
 import itertools
-import math
 import os
 import secrets
 import shlex
@@ -17,12 +16,20 @@ from typing import Any
 
 import msgspec
 
-from rl.config.command_line import build, fail, parse_args, read_toml
-from rl.config.options import option_lines, options, take
+from rl.config.command_line import (
+    build,
+    fail,
+    need_names,
+    option_lines,
+    options,
+    parse_args,
+    read_toml,
+    take,
+)
 from rl.launch.children import Children
 from rl.run_dir.access_token import VARIABLE
 from rl.run_dir.files import write_directory
-from rl.system.children import PYTHON, STOP_DEADLINE_S, Stopped, inherited
+from rl.system.children import PYTHON, Stopped
 from rl.system.errors import ConfigError, RunError
 from rl.system.linux import end_with_parent
 from rl.system.machine import visible_gpus
@@ -94,31 +101,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """In place of `curves` for a recipe that was never run: what others reached, and where they
     published it."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError, which msgspec reports with the place."""
-        if not self.stages or "@" not in self.stages[-1].split():
-            raise ValueError(
-                '`stages` needs commands, the last with the file of a run: ["@ run.toml"]'
-            )
-        if bool(self.aim) == bool(self.curves):
-            raise ValueError(
-                "needs either [curves], the measure by step, or, if it was never run, `aim`, "
-                "what others published"
-            )
-        if self.aim:
-            return
-        if not (steps := self.curves.get("steps")) or not self.seeds:
-            raise ValueError(
-                "`curves` needs `steps` and at least one seed: steps = [0, 10], 1 = [0.2, 0.9]"
-            )
-        for seed, values in self.curves.items():
-            if seed != "steps" and not seed.isdecimal():
-                raise ValueError(f"`curves.{seed}` is neither `steps` nor the number of a seed")
-            if len(values) != len(steps) or not all(map(math.isfinite, values)):
-                raise ValueError(
-                    f"`curves.{seed}` needs one finite number for each of the {len(steps)} steps"
-                )
-
     @property
     def steps(self) -> list[int]:
         return [int(step) for step in self.curves["steps"]]
@@ -171,15 +153,11 @@ def names() -> list[str]:
 
 
 def read(name: str) -> Recipe:
-    """Returns a recipe. Raises ConfigError if there is none of this name, or for a fault in its
-    file."""
+    """Returns a recipe, whose file tests/test_configs.py checks. Raises ConfigError if there is
+    none of this name."""
     if name not in names():
         raise ConfigError(f"{name}: no such recipe; {did_you_mean(name, names())}")
-    path = RECIPES / name / "recipe.toml"
-    try:
-        return msgspec.convert(read_toml(str(path)), Recipe)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from None
+    return msgspec.convert(read_toml(str(RECIPES / name / "recipe.toml")), Recipe)
 
 
 def copy(name: str, recipe: Recipe, target: Path) -> None:
@@ -191,11 +169,6 @@ def copy(name: str, recipe: Recipe, target: Path) -> None:
     def fill(folder: Path) -> None:
         shutil.copytree(RECIPES / name, folder, ignore=ignore, dirs_exist_ok=True)
         for environment in recipe.environments:
-            if not (ENVIRONMENTS / environment).is_dir():
-                raise RunError(
-                    f"{RECIPES / name / 'recipe.toml'}: environments: there is no "
-                    f"{ENVIRONMENTS / environment}; correct the name"
-                )
             shutil.copytree(
                 ENVIRONMENTS / environment, folder / "environments" / environment, ignore=ignore
             )
@@ -223,12 +196,9 @@ def program(folder: Path) -> str:
 # The command ------------------------------------------------------------------------------------
 
 
-def main(args: list[str], _children: Children) -> int:
+def main(args: list[str], children: Children) -> int:
     values, rest = take("rl recipe", args, OPTIONS, HELP)
-    if len(rest) > 1 or any(word.startswith(("-", "@")) for word in rest):
-        known = ", ".join(names())
-        text = f"{' '.join(rest)}: not understood; give the name of one recipe, {known}"
-        fail("rl recipe", text)
+    need_names("rl recipe", rest, (0, 1), f"give the name of one recipe, {', '.join(names())}")
     flags = {key for key, value in values.items() if value is not None}
     is_check = "check" in flags
     if flags and (not rest or "to" in flags if is_check else flags != {"to"} or not rest):
@@ -254,7 +224,7 @@ def main(args: list[str], _children: Children) -> int:
                 f"{name} was never run, so there is no curve to compare with: add --short to see "
                 "whether its stages work; docs/recipes.md says how a curve is recorded",
             )
-        return check(name, recipe, values)
+        return check(name, recipe, values, children)
     folder = Path(values["to"] or name).expanduser()
     copy(name, recipe, folder)
     about = "never run; estimated" if recipe.aim else "about"
@@ -273,7 +243,7 @@ def commands(recipe: Recipe, rl: str) -> list[str]:
     return lines
 
 
-def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
+def check(name: str, recipe: Recipe, values: dict[str, Any], children: Children) -> int:
     """Runs all stages in a new folder and prints what they came to. Returns the exit code.
     Raises RunError."""
     parent = Path("outputs") / "recipes"
@@ -291,7 +261,7 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
         for i, words in enumerate(stages, 1):
             # `export` has no such settings
             command = shlex.join([*words, *(flags if "@" in words else [])])
-            with teaching(recipe.teacher if i == len(stages) else "", folder):
+            with teaching(recipe.teacher if i == len(stages) else "", folder, children):
                 print(f"{folder}: rl {command}")
                 if code := run_stage(shlex.split(command)):
                     raise RunError(
@@ -311,7 +281,7 @@ def check(name: str, recipe: Recipe, values: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def teaching(arguments: str, folder: Path) -> Iterator[None]:
+def teaching(arguments: str, folder: Path, children: Children) -> Iterator[None]:
     """A recipe's teacher, if it has one, which serves until the block ends. Nothing waits for
     its start here: its run does."""
     if not arguments:
@@ -319,29 +289,19 @@ def teaching(arguments: str, folder: Path) -> Iterator[None]:
         return
     # the key by which the run may ask the server
     os.environ.setdefault(VARIABLE, secrets.token_hex(16))
-    print(f"{folder}: inference {arguments} (log: teacher.log)")
     words = [*PYTHON, "-m", "rl.inference.main", *shlex.split(arguments)]
-    with (
-        open("teacher.log", "wb") as log,
-        subprocess.Popen(
-            words, env=inherited(), stdout=log, stderr=log, preexec_fn=end_with_parent
-        ) as process,
-    ):
-        try:
-            yield
-        except RunError as error:
-            if process.poll() is None:
-                raise
-            raise RunError(
-                f"{error}; its teacher had ended before, {folder}/teacher.log says why"
-            ) from None
-        finally:
-            process.terminate()
-            try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(STOP_DEADLINE_S)
-            finally:
-                process.kill()
+    teacher = children.start("teacher", words, {}, Path())
+    print(f"{folder}: inference {arguments} (log: {teacher.log})")
+    try:
+        yield
+    except RunError as error:
+        if teacher.exit_code is None:
+            raise
+        raise RunError(
+            f"{error}; its teacher had ended before, {folder}/{teacher.log} says why"
+        ) from None
+    finally:
+        children.end(teacher)
 
 
 def run_stage(words: list[str]) -> int:

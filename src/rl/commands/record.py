@@ -4,12 +4,18 @@ as rollouts. See docs/recorded.md.
 A server in this process answers `/v1/chat/completions`, with an address of its own for each
 episode, by asking the policy's inference server for token ids. So each call becomes a turn with
 exactly the ids that were sent and sampled.
+
+`python -m rl.commands.record` is the policy's inference server, until standard input ends. It is a
+process of its own, because what starts servers belongs into a main thread, and adopts orphans and
+handles signals there.
 """
 
 import asyncio
 import contextlib
 import secrets
 import subprocess
+import sys
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Coroutine
@@ -20,9 +26,12 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from rl.commands.collect import append_episode, only_writer, read_present
-from rl.commands.record_server import OPTIONAL
-from rl.config.command_line import build, parse_args
+from rl.commands.options import POLICY, load, resolve
+from rl.commands.play_session import policy_server, run
+from rl.config.command_line import build, parse_args, write_config
+from rl.config.run import RLConfig
 from rl.envs.policy import Conversation, Policy, RolloutError, chat_completion
+from rl.launch.children import Children
 from rl.models.chat import Message, assistant_message
 from rl.models.folder import resolve_model
 from rl.orchestrator.workers.pool_worker import faults_of_turns
@@ -31,6 +40,45 @@ from rl.system.children import PYTHON
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.rollouts import Rollout, unfit
+
+OPTIONAL = ("orchestrator.environment",)
+"""Settings that nothing is played with."""
+
+
+def serve_policy() -> None:
+    children = Children()
+    children.stop_on_signals()
+    config, _, values = load("rl.record", sys.argv[1:], (POLICY,), "", optional=OPTIONAL)
+    raise SystemExit(run("rl.record", children, serve(config, values, children)))
+
+
+async def serve(config: RLConfig, values: dict[str, Any], children: Children) -> int:
+    """Starts the server and prints the path of its configuration; ends it with standard input,
+    or raises RunError if it ends itself."""
+    source = resolve(values["policy"], config, None, None)
+    if source.endpoint:
+        raise RunError(
+            f"{source.label} is an endpoint that returns no token ids: give a model or a run, or "
+            "the addresses of servers of rl (orchestrator.inference_urls)"
+        )
+    async with contextlib.AsyncExitStack() as on_exit:
+        folder = Path(on_exit.enter_context(tempfile.TemporaryDirectory(prefix="rl-record-")))
+        config, server, path = config.with_absolute_paths(), None, folder / "config.toml"
+        if source.model:
+            starting = policy_server(config, source.model, folder, children, source.adapter)
+            server = await on_exit.enter_async_context(starting)
+            await server.ready()
+            path = server.config.run_dir.config
+        else:
+            write_config(path, config)
+        print(path, flush=True)
+        ended = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+        while not ended.done():
+            if server:
+                server.check()
+            await asyncio.wait({ended}, timeout=POLL_S)
+    return 0
+
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -174,13 +222,13 @@ def fault_of(body: dict[str, Any], sampling: dict[str, Any]) -> str:
 
 
 class ServerProcess:
-    """The policy's inference server, in a process of its own, see rl.commands.record_server."""
+    """The policy's inference server, in a process of its own, see `serve_policy`."""
 
     def __init__(self, args: list[str]):
         """Waits until it is ready. Raises RunError or ConfigError."""
         self.lines = deque[str](maxlen=LAST_LINES)
         self.process = subprocess.Popen(
-            [*PYTHON, "-m", "rl.commands.record_server", *args],
+            [*PYTHON, "-m", "rl.commands.record", *args],
             start_new_session=True,
             errors="replace",
             stdin=subprocess.PIPE,
@@ -351,3 +399,7 @@ def refusal(message: str, kind: str, status: int = 400) -> web.Response:
     return web.json_response(
         {"error": {"message": message, "type": kind, "param": None, "code": kind}}, status=status
     )
+
+
+if __name__ == "__main__":
+    serve_policy()

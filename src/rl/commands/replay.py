@@ -8,11 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from rl.commands.options import open_run, runs_given
-from rl.commands.policy_spec import need_weights
-from rl.commands.serve_process import NAME as SERVER
-from rl.config.command_line import fail, to_toml, write_config
-from rl.config.options import option_lines, options
+from rl.commands.options import need_weights, open_run, runs_given
+from rl.commands.serve import NAME as SERVER
+from rl.config.command_line import fail, option_lines, options, to_toml, write_config
 from rl.config.run import RLConfig
 from rl.config.stored import stored_config
 from rl.config.trainer import CheckpointConfig, ReplayConfig, WeightsConfig
@@ -22,8 +20,7 @@ from rl.launch.prepare import ranges
 from rl.run_dir.checksums import newest_sound_checkpoint
 from rl.run_dir.files import LineReader
 from rl.run_dir.logs import last_lines
-from rl.run_dir.origin import changes_of, first_step
-from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.paths import RunDir, changes_of, first_step, numbers
 from rl.run_dir.status import describe, read_json, read_status
 from rl.system.children import Child
 from rl.system.errors import RunError
@@ -85,8 +82,7 @@ def main(args: list[str], children: Children) -> int:
         if values["dry_run"]:
             print(to_toml(config), end="")
             return 0
-        ranks, logs = division.ranks, scratch.logs
-        child = roles.start(children, "trainer", scratch, division.trainer, ranks, logs)
+        child = roles.start(children, "trainer", scratch, division, scratch.logs)
         return Verdict(run_dir, scratch, replay).follow(child, children)
 
 
@@ -116,8 +112,8 @@ def replay_session(run_dir: RunDir, config: RLConfig, children: Children, flags:
     with scratch_run(config, replay) as scratch:
         replay.until = copy_calls(run_dir, Storage(scratch))
         write_config(scratch.config, config)
-        share = devices.split(config, machine()).trainer
-        child = roles.start(children, SERVER, scratch, share, 1, scratch.logs)
+        division = devices.split(config, machine())
+        child = roles.start(children, SERVER, scratch, division, scratch.logs)
         return Verdict(run_dir, scratch, replay).follow(child, children)
 
 
@@ -197,16 +193,17 @@ def oldest_complete(run_dir: RunDir, first: int, until: int) -> int | None:
 
 
 def division_of(config: RLConfig, run_dir: RunDir, replay: ReplayConfig) -> devices.Split:
-    """Returns the devices of the replay. What trained on a cluster is retrained with as many
-    ranks and threads, all on this machine."""
-    if config.cluster is None:
-        return devices.split(config, machine())
+    """Returns the devices of the replay, all of this machine: as many ranks and threads as the run
+    had, on GPUs if it had any."""
     record = read_json(run_dir.digests(replay.start + 1), dict[str, Any]) or {}
-    conditions = record.get("made_by", {})
-    ranks = config.trainer.ranks = conditions.get("ranks", 1)
-    config.trainer.gpus = ranks if machine().gpus and config.trainer.gpus != 0 else 0
+    config.inference.gpus = 0
+    if not (made_by := record.get("made_by")):
+        return devices.split(config, machine())
+    on_gpus = machine().gpus and not made_by["device"].startswith("cpu")
+    config.trainer.ranks, config.trainer.cpus = made_by["ranks"], None
+    config.trainer.gpus = made_by["ranks"] if on_gpus else 0
     division = devices.split(config, machine())
-    division.trainer.env["OMP_NUM_THREADS"] = str(conditions.get("threads", 1))
+    division.trainer.env["OMP_NUM_THREADS"] = str(made_by["threads"])
     return division
 
 

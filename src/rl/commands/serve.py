@@ -1,30 +1,90 @@
-"""`rl serve`: the Tinker API over a model, with our trainer and our inference."""
+"""`rl serve`: the Tinker API over a model, with our trainer and our inference.
 
+`python -m rl.commands.serve @ config.toml` is its process that answers clients and trains their
+adapters.
+"""
+
+import asyncio
 import os
+import sys
 import time
 from pathlib import Path
 
 from rl.cluster.submit import dry_run
-from rl.commands.serve_process import NAME
 from rl.config.command_line import load_config_or_exit
-from rl.config.help import SETTINGS
+from rl.config.help import PROCESS_USAGE, SETTINGS
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
-from rl.launch import devices, roles
+from rl.launch import roles
 from rl.launch.children import Children
 from rl.launch.keeper import Keeper
 from rl.launch.prepare import prepare, refusals
 from rl.launch.roles import Role
-from rl.launch.run import check_ports
+from rl.launch.run import check_ports, on_this_machine
+from rl.models.folder import resolve_model
+from rl.run_dir import spans
 from rl.run_dir.access_token import run_token
-from rl.run_dir.lease import LEASE_S
+from rl.run_dir.lease import LEASE_S, ROLE_WAIT_S, hold_role
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import read_status
-from rl.system.errors import LASTING, RunError
-from rl.system.linux import bind
-from rl.system.machine import machine
+from rl.run_dir.status import Phase, Status, read_status
+from rl.system.errors import LASTING, RunError, exit_code_of
+from rl.system.linux import bind, die_with_parent, raise_open_files
 from rl.system.terminal import say
-from rl.tinker.http import KEY_PREFIX
+from rl.tinker.requests import KEY_PREFIX
+from rl.trainer.main import set_up_allocator, uses_gpus
+
+NAME = "tinker"
+
+
+def process() -> None:
+    """Exit code 0 after SIGTERM, otherwise that of the error."""
+    set_up_allocator()
+    config, _ = load_config_or_exit(sys.argv[1:], "rl serve", usage=PROCESS_USAGE)
+    code = 0
+    try:
+        run_process(config)
+    except (RunError, OSError) as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        code = exit_code_of(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # everything is written; threads of libraries may abort at the end of the interpreter
+    os._exit(code)
+
+
+def run_process(config: RLConfig) -> None:
+    """Loads the model, and serves it or replays what a client has done with it."""
+    die_with_parent()
+    raise_open_files()
+    assert config.serve
+    run_dir, replayed = config.run_dir, config.trainer.data.replay
+    lease = hold_role(run_dir.lock(NAME), ROLE_WAIT_S)
+    spans.start(run_dir.spans, NAME)
+    status = Status(run_dir.status(NAME), NAME)
+    status.enter(Phase.LOADING_MODEL)
+    sock = None if replayed else bind(config.serve.host, config.serve.port, "serve.port")
+    base = resolve_model(config.model, needs_template=False)
+    from transformers.utils.logging import disable_progress_bar
+
+    from rl.tinker.main import replay, serve
+    from rl.trainer.determinism import conditions, differing_conditions
+    from rl.trainer.learner import AdapterLearner
+    from rl.trainer.measure.performance import keep_to_share
+    from rl.trainer.model.head import mode_of
+    from rl.trainer.parallel.world import start_world
+
+    disable_progress_bar()
+    world = start_world(uses_gpus(config), config.trainer.patience_s)
+    keep_to_share(config, world.device)
+    learner = AdapterLearner(config, Path(base), world)
+    if sock:
+        asyncio.run(serve(config, learner, status, sock))
+    elif replayed:
+        here = conditions(config.trainer, world, mode_of(learner.model))
+        replay(config, learner, replayed, lambda other: differing_conditions(other, here))
+    status.close()
+    lease.close()
+
 
 HELP = f"""Serves the Tinker API over a model: programs that use the tinker SDK train LoRA adapters
 on this machine and sample from them. Prints the address and the key to give them. What clients make
@@ -43,35 +103,28 @@ def main(args: list[str], children: Children) -> int:
     config, line = load_config_or_exit(
         args, "rl serve", variables=os.environ, usage=HELP, given=preset, dry_run=dry_run
     )
-    assert config.serve
+    is_clean = "clean" in line.switches
     config = config.with_absolute_paths()
-    box = machine()
-    warning, division = devices.check_build(config, box), devices.split(config, box)
-    config = devices.write_into(config, division)
-    check_same(config, clean="clean" in line.switches)
-    assert config.serve
+    placement = on_this_machine(config)
+    check_same(config, clean=is_clean)
     check_ports(config)
+    assert config.serve
     sock = bind(config.serve.host, config.serve.port, "serve.port")
     # a process that is started again must be found where it was
     config.serve.port = sock.getsockname()[1]
     sock.close()
-    prepared = prepare(config, resume=None, clean="clean" in line.switches)
+    prepared = prepare(config, resume=None, clean=is_clean)
     run_dir = prepared.run_dir
-    for note in [warning, *(note for note in prepared.notes if "clean" in line.switches)]:
-        if note:
-            say(note)
+    for note in [*placement.notes, *(prepared.notes if is_clean else ())]:
+        say(note)
     keeper = Keeper(config, run_dir, children, say)
     keeper.event("start", "rl", pid=os.getpid())
     try:
         keeper.begin([Role("model", roles.command("model", run_dir, 1), {})])
         while not keeper.finished:
             poll(keeper)
-        inference = [role for role in roles.roles(config, run_dir, division) if role.serves]
-        trainer = Role(
-            NAME, roles.command(NAME, run_dir, 1), division.trainer.env, division.trainer.cores
-        )
         say(f"starting {Path(config.model.name).name} (logs: {run_dir.logs})")
-        keeper.begin([*inference, trainer])
+        keeper.begin(placement.roles(run_dir))
         watch(keeper, run_dir)
     finally:
         children.stop()
@@ -125,3 +178,7 @@ def watch(keeper: Keeper, run_dir: RunDir) -> None:
                 f"TINKER_API_KEY={KEY_PREFIX}{run_token(run_dir.status_dir)}"
             )
     run_dir.stop_request.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    process()

@@ -11,9 +11,8 @@ from itertools import chain, islice
 from pathlib import Path
 from types import FrameType
 
-from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail
-from rl.config.options import option_lines, options, take
+from rl.commands.options import named_run
+from rl.config.command_line import need_names, option_lines, options, take
 from rl.diagnosis.rollouts import Row, Selection, ranked, read_all, rollout_files, rollout_text
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
@@ -52,13 +51,9 @@ def main(args: list[str], _children: Children) -> int:
     """Prints the selected rollouts. Returns 1 if a file was damaged. Raises RunError if there is
     nothing to print."""
     values, rest = take("rl show", args, OPTIONS, HELP)
-    if len(rest) != 1 or rest[0].startswith(("-", "@")):
-        what = f"{rest[-1]}: not understood." if rest else "which run?"
-        fail(
-            "rl show",
-            f"{what} Give one run, its directory or its name, and flags of `rl show --help`",
-        )
-    [spec], field, limit = rest, values["sort"], values["limit"]
+    which = "which run? Give one, its directory or its name, and flags of `rl show --help`"
+    [spec] = need_names("rl show", rest, (1,), which)
+    field, limit = values["sort"], values["limit"]
     files, damaged = files_of(spec, values["step"]), list[str]()
     selection = Selection(values["env"], values["task"], values["why"])
     rows: Iterable[Row] = filter(selection.takes, read_all(files, damaged))

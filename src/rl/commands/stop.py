@@ -6,10 +6,8 @@ from pathlib import Path
 
 from rl.cluster import kubernetes
 from rl.cluster.submit import cancel
-from rl.commands.options import open_run
-from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import option_lines, options, take
+from rl.commands.options import named_run, open_run
+from rl.config.command_line import fail, load_config_or_exit, option_lines, options, take
 from rl.config.run import RLConfig
 from rl.config.stored import continued_by, server_of
 from rl.launch.children import Children

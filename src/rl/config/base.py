@@ -5,7 +5,6 @@ import os
 import re
 import unicodedata
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -130,18 +129,13 @@ def absolute(path: str) -> str:
 
 
 def absolute_if_written_as_path(value: str) -> str:
-    """Makes ./x, ., ~/x, x.jsonl, x.py:function and .venvs/x/bin/python absolute; returns a
+    """Makes ./x, ., ~/x, x.jsonl, x.csv, x.py:function and .venvs/x/bin/python absolute; returns a
     plain name unchanged."""
-    if not re.match(r"(\.{0,2}|~)/|(\.{1,2}|~)$|\.venv|.*\.(py|jsonl)(:|$)", value):
+    files = r".*\.(py|jsonl|csv|parquet|arrow)(:|$)"
+    if not re.match(r"(\.{0,2}|~)/|(\.{1,2}|~)$|\.venv|" + files, value):
         return value
     path, colon, name = value.partition(":")
     return absolute(path) + colon + name
-
-
-def absolute_if_folder(value: str) -> str:
-    """Makes the path of an existing folder absolute; returns anything else, such as a hub id,
-    unchanged."""
-    return absolute(value) if value and Path(value).expanduser().is_dir() else value
 
 
 def absolute_if_exists(value: str) -> str:
@@ -155,10 +149,10 @@ BUILT_IN_TEMPLATE = "chatml"
 """Value of model.chat_template that selects the built-in template instead of a file."""
 ABSOLUTE_PATHS = "absolute paths"
 """The validation context in which paths are made absolute."""
-PATH, OPTIONAL_PATH = path_setting(absolute), path_setting(lambda path: path and absolute(path))
+PATH = path_setting(lambda path: path and absolute(path))
 TEMPLATE = path_setting(lambda path: path if path in ("", BUILT_IN_TEMPLATE) else absolute(path))
 PATH_IF_WRITTEN_AS_ONE = path_setting(absolute_if_written_as_path)
-PATH_IF_FOLDER, PATH_IF_EXISTS = path_setting(absolute_if_folder), path_setting(absolute_if_exists)
+PATH_IF_EXISTS = path_setting(absolute_if_exists)
 
 
 class FunctionConfig(Settings):

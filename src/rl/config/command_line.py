@@ -6,6 +6,8 @@ every fault.
 environment variables override files, and flags override both. A run-wide key inside a section sets
 the run-wide key. Two spellings of one setting with different values within the files, the variables
 or the flags are a fault.
+
+A command's own flags, which are no configuration keys, are Options, which `take` splits off.
 """
 
 import json
@@ -14,7 +16,6 @@ import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,16 +24,15 @@ from pydantic import ValidationError
 
 from rl.config.check import check, exposure, value_of, warnings_of
 from rl.config.environment_id import fetched, id_faults
-from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text
+from rl.config.faults import Spelled, fault_lines, misread, raise_all, setting_text, without_numbers
 from rl.config.fields import field_tree, models_in, tags, takes_text_alone, without_none
-from rl.config.help import PROCESS_USAGE, READS, USAGE, print_help
-from rl.config.hints import without_numbers
-from rl.config.outside import outside_faults
-from rl.config.quick import shrink
-from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig
+from rl.config.help import PROCESS_USAGE, READS, USAGE, fit, print_help
+from rl.config.outside import hub_data, outside_faults
+from rl.config.run import ALIASES, MAX_STEP, RUN_WIDE, SECTIONS, RLConfig, shrink
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import is_run
 from rl.system.errors import ConfigError
+from rl.system.terminal import nearest
 
 SHORT_FLAGS = {
     f"{section}-{kind}": f"{section}.{kind}"
@@ -185,9 +185,9 @@ def parse_word(line: CommandLine, word: str, rest: list[str]) -> None:
         ends = "--" if takes_text(key, "") and rest[:1] != ["@"] else ("--", "@")
         if not has_value and rest and not rest[0].startswith(ends):
             has_value, text = "=", rest.pop(0)
-        near = get_close_matches(word, (*SWITCHES, "--resume"), n=1, cutoff=0.8)
+        near = nearest(word, (*SWITCHES, "--resume"), cutoff=0.8)
         if near and not has_value and without_numbers(key) not in field_tree(RLConfig):
-            raise ConfigError(f"{word}: there is no such flag; did you mean {near[0]}?")
+            raise ConfigError(f"{word}: there is no such flag; did you mean {near}?")
         value = parse_value(key, text) if has_value else True
         line.flags |= flatten({key: value}, f"--{name if name.isprintable() else repr(name)}")
     else:
@@ -313,7 +313,7 @@ def build(line: CommandLine, optional: Collection[str] = (), *, outside: bool = 
 def flags_without_effect(config: RLConfig, flags: Spelled) -> Iterator[str]:
     """Yields warnings of flags that fine-tuning, or a run of recorded rollouts, does not read. In
     files, which may be shared with other runs, nobody minds them."""
-    program = {"sft": "rl sft", "recorded": "rl train"}.get(config.kind, "rl")
+    program = config.kind.program
     for key, (value, origin) in () if program == "rl" else flags.items():
         name = canonical(key, value)
         # of the rollouts with its name
@@ -404,8 +404,106 @@ def load_config_or_exit(
         print(f"{program}: warning: {warning}", file=sys.stderr)
     if "dry-run" in line.switches:
         ids = config.orchestrator.env_ids
-        for text in id_faults(ids) or fetched(ids):
+        for text in (*(id_faults(ids) or fetched(ids)), *hub_data(config)):
             print(f"{program}: {text}", file=sys.stderr)
         print((dry_run or to_toml)(config), end="")
         raise SystemExit(0)
     return config, line
+
+
+FLAG_WIDTH = 27
+LEAST = {"N": 1, "SEED": 0}
+"""The least value of each kind of integer."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A flag of a command, whose name is not a configuration key."""
+
+    name: str
+    value: str
+    """Kind of value: N is an integer from 1, SEED one from 0, JSON an object, A|B one of these
+    words, any other name a text; empty for a switch."""
+    help: str
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+
+def options(table: str) -> tuple[Option, ...]:
+    """Reads flags from lines `name VALUE: help`; a line that begins with spaces continues the one
+    before. See Option for VALUE."""
+    flags = []
+    for entry in re.split(r"\n(?! )", table.strip()):
+        head, _, text = " ".join(entry.split()).partition(": ")
+        name, _, value = head.partition(" ")
+        flags.append(Option(name, value, text))
+    return tuple(flags)
+
+
+def take(
+    program: str, args: list[str], options: tuple[Option, ...], text: str = ""
+) -> tuple[dict[str, Any], list[str]]:
+    """Splits off a command's own flags. Returns (their values by key, the other arguments).
+    Exits with code 2 on a fault; on --help prints `text`, if given, and exits."""
+    if text and {"-h", "--help"} & set(args):
+        print(fit(text))
+        raise SystemExit(0)
+    by_name = {option.name: option for option in options}
+    values: dict[str, Any] = {option.key: None for option in options}
+    rest, left = [], list(args)
+    try:
+        while left:
+            word = left.pop(0)
+            name, has_value, inline = word[2:].partition("=")
+            option = by_name.get(name.replace("_", "-")) if word.startswith("--") else None
+            if option is None:
+                rest.append(word)
+            elif not option.value:
+                values[option.key] = True
+            elif has_value or (left and not left[0].startswith("--")):
+                values[option.key] = parse(option, inline if has_value else left.pop(0))
+            else:
+                raise ConfigError(f"--{option.name} needs a value: {option.value}")
+    except ConfigError as error:
+        fail(program, str(error))
+    return values, rest
+
+
+def need_names(program: str, words: list[str], numbers: Collection[int], which: str) -> list[str]:
+    """Returns the words that are left of a command line if they are names, as many as `numbers`
+    allow, and neither flags nor files. Exits with code 2 otherwise, and says `which`."""
+    if len(words) not in numbers or any(word.startswith(("-", "@")) for word in words):
+        fail(program, which)
+    return words
+
+
+def parse(option: Option, text: str) -> Any:
+    """Parses the value of a flag. Raises ConfigError if the text is invalid."""
+    choices, fault = option.value.split("|"), f"--{option.name} {text}"
+    if not text:
+        raise ConfigError(f"--{option.name} is empty: it needs a value, {option.value}")
+    if option.value in LEAST:
+        if not (text.isascii() and text.isdigit()) or int(text) < LEAST[option.value]:
+            raise ConfigError(f"{fault}: needs an integer of at least {LEAST[option.value]}")
+        return int(text)
+    if option.value == "JSON":
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{fault}: not JSON ({error}); give '{{\"key\": value}}'") from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{fault}: give an object, '{{\"key\": value}}'")
+        return value
+    if len(choices) > 1 and text not in choices:
+        raise ConfigError(f"{fault}: give {' or '.join(choices)}")
+    return text
+
+
+def option_lines(options: tuple[Option, ...]) -> str:
+    """Returns the help of a command's own flags, one line each."""
+    return "\n".join(
+        f"  {f'--{option.name} {option.value}'.strip():<{FLAG_WIDTH}} {option.help}"
+        for option in options
+    )

@@ -1,4 +1,5 @@
-"""Inspects the config classes: the keys below a class, and each key's type in user terms."""
+"""Inspects the config classes: the keys below a class, each key's type in user terms, and the
+settings in which two configurations differ."""
 
 import json
 import types
@@ -107,3 +108,27 @@ def without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def leaves(value: Any, key: str = "") -> dict[str, Any]:
+    """Returns every value by its dotted key. Unlike command_line.flatten, enters lists of
+    tables, whose entries are keyed by index."""
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        items = ((str(i), item) for i, item in enumerate(value))
+    else:
+        return {} if value == {} else {key: value}
+    flat: dict[str, Any] = {}
+    for name, item in items:
+        flat |= leaves(item, f"{key}.{name}" if key else name)
+    return flat
+
+
+def changed_keys(old: BaseModel, new: BaseModel) -> list[tuple[str, Any, Any]]:
+    """Returns (key, old value, new value) of each setting that differs; the value of an unset
+    setting is None."""
+    before, after = leaves(without_none(old)), leaves(without_none(new))
+    both = ((key, before.get(key), after.get(key)) for key in {**before, **after})
+    # repr: nan != nan
+    return [(key, old, new) for key, old, new in both if old != new and repr(old) != repr(new)]

@@ -10,44 +10,46 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rl.config.faults import hint
 from rl.config.fields import default_text, field_tree, models_in, tags, type_name
-from rl.config.hints import hint
 from rl.config.run import RLConfig
-from rl.run_dir.metric_names import METRICS
+from rl.run_dir.metrics import METRICS
 from rl.system.errors import ConfigError
 
 COMMAND_LINES = (
-    "recipe rl.commands.recipe list recipes, copy one to start from, or check that one still "
+    "recipe rl.commands.recipe:main list recipes, copy one to start from, or check that one still "
     "gives its curve",
-    "sft rl.commands.sft supervised fine-tuning on examples, or on a run's best rollouts",
-    "train rl.commands.train train on recorded rollouts, without environments and inference",
-    "serve rl.commands.serve serve the Tinker API: train and sample adapters of a model from "
+    "sft rl.commands.train:sft supervised fine-tuning on examples, or on a run's best rollouts",
+    "train rl.commands.train:train train on recorded rollouts, without environments and inference",
+    "serve rl.commands.serve:main serve the Tinker API: train and sample adapters of a model from "
     "other programs",
-    "eval rl.commands.evaluate evaluate a model, a run's version or an endpoint, and compare two "
-    "of them",
-    "collect rl.commands.collect play an environment's tasks without training and save the "
+    "eval rl.commands.evaluate:main evaluate a model, a run's version or an endpoint, and compare "
+    "two of them",
+    "collect rl.commands.collect:main play an environment's tasks without training and save the "
     "rollouts as JSONL",
-    "export rl.commands.export write a run's weights as a Hugging Face model or a peft adapter",
-    "branch rl.commands.branch start a new run from a run's checkpoint with other settings",
-    "replay rl.commands.replay retrain a run from its batches and compare every version bit for "
-    "bit",
-    "doctor rl.commands.doctor.main check a machine or a configuration, or diagnose a run, alive "
-    "or dead",
-    "show rl.commands.show print a run's rollouts, by step, environment, task, reward, or reason "
-    "for being dropped",
-    "view rl.view.main show runs in a browser: curves, rollouts token by token, tasks over time, "
-    "timeline, health",
-    "compare rl.commands.compare compare two runs: differing settings, curves, evaluations",
-    "watch rl.commands.watch show a run as `rl` does, from any machine that sees its directory",
-    "logs rl.commands.logs print or follow the logs of a run's processes",
-    "stop rl.commands.stop end a run from any machine, on a cluster all of it",
-    "node rl.cluster.node run one machine's part of a run on several machines",
-    "env rl.commands.environment inspect an environment, play it, or export its tasks",
+    "export rl.commands.export:main write a run's weights as a Hugging Face model or a peft "
+    "adapter",
+    "branch rl.commands.branch:main start a new run from a run's checkpoint with other settings",
+    "replay rl.commands.replay:main retrain a run from its batches and compare every version bit "
+    "for bit",
+    "doctor rl.commands.doctor.main:main check a machine or a configuration, or diagnose a run, "
+    "alive or dead",
+    "show rl.commands.show:main print a run's rollouts, by step, environment, task, reward, or "
+    "reason for being dropped",
+    "view rl.view.main:main show runs in a browser: curves, rollouts token by token, tasks over "
+    "time, timeline, health",
+    "compare rl.commands.compare:main compare two runs: differing settings, curves, evaluations",
+    "watch rl.commands.follow:watch show a run as `rl` does, from any machine that sees its "
+    "directory",
+    "logs rl.commands.follow:logs print or follow the logs of a run's processes",
+    "stop rl.commands.stop:main end a run from any machine, on a cluster all of it",
+    "node rl.cluster.node:main run one machine's part of a run on several machines",
+    "env rl.commands.environment:main inspect an environment, play it, or export its tasks",
 )
 COMMANDS: dict[str, tuple[str, str]] = {
-    name: (module, text) for name, module, text in (line.split(" ", 2) for line in COMMAND_LINES)
+    name: (path, text) for name, path, text in (line.split(" ", 2) for line in COMMAND_LINES)
 }
-"""Subcommand -> (its module, its description). Each module has `main(args, children)`."""
+"""Subcommand -> (its function of arguments and Children, its description)."""
 
 SETTINGS = """  @ run.toml                  settings from a file; several files merge left to right
   --SECTION.KEY VALUE         any setting; flags override variables (RL__SECTION__KEY=VALUE), which

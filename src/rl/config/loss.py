@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from rl.config.base import PAIR, PATH_IF_FOLDER, FunctionConfig, Settings, Unbounded, default_type
+from rl.config.base import PAIR, PATH_IF_EXISTS, FunctionConfig, Settings, Unbounded, default_type
 
 Ratio = Annotated[Unbounded, Field(ge=0)]
 
@@ -57,7 +57,7 @@ class LossSettings(Settings):
     kl_estimator: Literal["k2", "k3"] = "k3"
     """Estimator of the KL divergence. k3: ref/p - 1 - log(ref/p), as in GRPO; k2: log(ref/p)^2 /
     2, whose on-policy gradient is that of the KL divergence."""
-    kl_reference: Annotated[str | None, PATH_IF_FOLDER] = None
+    kl_reference: Annotated[str | None, PATH_IF_EXISTS] = None
     """The reference model, a folder or an id. Default: the model that the run starts from."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the policy's entropy at each trained token, subtracted from the loss."""

@@ -140,8 +140,8 @@ class EnvSource(Settings):
     """Packages that the environment's code needs in addition to its declared dependencies:
     `["sympy>=1.13"]`."""
     dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
-    """A JSONL file or Hugging Face data set of prompts and answers, scored by `reward`; with a
-    NeMo Gym server, its rows."""
+    """A JSONL, CSV or Parquet file, or a Hugging Face data set, of prompts and answers, scored by
+    `reward`; with a NeMo Gym server, its rows."""
     eval_dataset: Annotated[str | None, PATH_IF_WRITTEN_AS_ONE] = None
     """Rows for evaluations, in the form of `dataset`. Default: none; of an evaluation, the
     `dataset` that it names, unless that is trained on."""

@@ -5,7 +5,6 @@ Nothing is imported. A stored run's configuration is not checked, because the ru
 and exported without these files.
 """
 
-import glob
 import importlib.util
 import math
 import re
@@ -15,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.base import Fault
+from rl.config.fields import leaves, without_none
 from rl.config.loss import CustomConfig
 from rl.config.orchestrator import CustomCreditConfig
-from rl.config.rows import task_rows
+from rl.config.rows import TABLES, task_rows
 from rl.config.run import RLConfig
 from rl.config.tinker import MISSING, PACKAGE
+from rl.run_dir.files import matching
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.system.functions import find_fault
@@ -58,9 +59,7 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
                 for name, value in table.items():
                     if fault := argument_fault(value):
                         yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
-    if config.recorded and not (
-        Path(config.recorded.rollouts).is_file() or glob.glob(config.recorded.rollouts)
-    ):
+    if config.recorded and not matching(config.recorded.rollouts):
         yield (
             "recorded.rollouts",
             config.recorded.rollouts,
@@ -107,6 +106,8 @@ def rows_fault(source: str) -> str:
     nothing."""
     path = Path(source).expanduser()
     if path.is_file():
+        if path.suffix in TABLES:  # which take a moment to import
+            return ""
         try:
             for _ in task_rows(path):
                 pass
@@ -121,7 +122,7 @@ def rows_fault(source: str) -> str:
         remedy = (
             f"did you mean {files[near]}?"
             if near
-            else "give a JSONL file, or owner/name of a Hugging Face dataset"
+            else "give a JSONL, CSV or Parquet file, or owner/name of a Hugging Face dataset"
         )
         return f"is not a file ({path.absolute()}); {remedy}"
     return ""
@@ -142,6 +143,13 @@ def not_a_column(name: str, source: str, columns: Collection[str], of_group: boo
         f"asks for {name}, which is not a column of {source}; it can ask for "
         f"{', '.join(sorted(known))}{also}"
     )
+
+
+def hub_data(config: RLConfig) -> Iterator[str]:
+    """Yields a sentence for each data set that is not on this machine."""
+    for key, name in leaves(without_none(config)).items():
+        if key.endswith((".dataset", ".eval_dataset", ".validation")) and not matching(name):
+            yield f"{key} = {name}: not on this machine; only the start looks for it elsewhere"
 
 
 def own_functions(config: RLConfig) -> Iterator[tuple[str, str, str]]:

@@ -12,6 +12,8 @@ from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
 
 TASK = '{"prompt": "What is 2 + 2?", "answer": "4"}'
+TABLES = (".csv", ".parquet", ".arrow")
+"""Endings of files that are read as tables."""
 ROLES = ("system", "user", "assistant", "tool")
 
 

@@ -7,29 +7,72 @@ Importing this module must load neither torch nor vllm, so that `--help` is fast
 import contextlib
 import json
 import os
-from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from rl.config.base import ABSOLUTE_PATHS, NAMES, PATH, PATH_IF_FOLDER, TEMPLATE, Settings, switch
+from rl.config.base import (
+    ABSOLUTE_PATHS,
+    NAMES,
+    PATH,
+    PATH_IF_EXISTS,
+    TEMPLATE,
+    Devices,
+    Host,
+    Settings,
+    switch,
+)
 from rl.config.cluster import ClusterConfig
-from rl.config.inference import InferenceConfig
 from rl.config.kinds import (
     SOURCES,
     BatchesFrom,
     Kind,
     RecordedConfig,
     ServeConfig,
+    SftConfig,
     with_defaults,
 )
 from rl.config.orchestrator import EnvSource, OrchestratorConfig
-from rl.config.sft import SftConfig
 from rl.config.tinker import TinkerConfig
 from rl.config.trainer import TrainerConfig
+from rl.run_dir.files import matching
 from rl.run_dir.paths import RunDir
 from rl.system.machine import multiplies_bfloat16
+
+
+class InferenceConfig(Settings):
+    """One vLLM server, which `rl` starts. `inference @ RUN/config.toml` starts further servers,
+    which join the run, on any machine that sees the run directory (docs/clusters.md)."""
+
+    host: Host = "127.0.0.1"
+    """Address to bind. Anything but loopback opens the server to other machines that have the
+    run's token (docs/security.md)."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port to bind; 0: any free one. The address is published in status/inference.json, or for a
+    server that `rl` did not start, in status/inference-<host>-<port>.json."""
+    gpus: Devices = None
+    """GPUs of the server: a count, or a list of ids ("0,1"). Default: all that the trainer does
+    not use; 0 runs on the CPU."""
+    cpus: Devices = None
+    """CPU cores of the server: a count, or a list of ids. Default: all cores, shared with the
+    trainer."""
+    startup_timeout_s: float = Field(900.0, gt=0)
+    """Seconds that the server may take to start answering."""
+    engine_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that vLLM's engine may take to answer a request of the server; beyond that the
+    engine is killed and the server restarted. The engine answers between steps, which take long
+    on a CPU. Reading new weights may make no progress for ten times as long, and putting them in
+    place may take that. A stopped engine is detected sooner: see supervisor.silence_s."""
+    adapters: Literal["auto", "merge", "hot"] = "auto"
+    """How policy versions of a run with trainer.lora are served. `hot`: as adapters beside the
+    model, loaded without a pause; requests in flight keep theirs. `merge`: added to the model's
+    weights, as fast as the model alone. `auto`: hot on GPUs; merge on the CPU, where hot takes 5
+    times as long, and for adapters of experts and of models that see images."""
+    vllm: dict[str, Any] = {}
+    """vLLM engine arguments by name, such as `tensor_parallel_size = 2`; vLLM checks them when
+    the server starts."""
+
 
 MAX_STEP = 999_999
 """The largest step: file names of steps have six digits."""
@@ -89,10 +132,10 @@ def default_length(known: dict[str, Any]) -> int:
     cache = os.environ.get("HF_HOME", "~/.cache/huggingface")
     name = known.get("name", "")
     for folder in (name, f"{cache}/hub/models--{name.replace('/', '--')}/snapshots/*"):
-        for path in glob(os.path.expanduser(f"{folder}/config.json")):
+        for path in matching(f"{folder}/config.json"):
             # a damaged one is told of where the model is found
             with contextlib.suppress(ValueError, AttributeError):
-                return min(LENGTH, longest_sequence(json.loads(Path(path).read_bytes())) or LENGTH)
+                return min(LENGTH, longest_sequence(json.loads(path.read_bytes())) or LENGTH)
     return LENGTH
 
 
@@ -110,7 +153,7 @@ def longest_sequence(config: dict[str, Any]) -> int | None:
 class ModelConfig(Settings):
     """The model to train."""
 
-    name: Annotated[str, Field(min_length=1), PATH_IF_FOLDER] = (
+    name: Annotated[str, Field(min_length=1), PATH_IF_EXISTS] = (
         "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
     """A folder in Hugging Face format, or a model's id on the hub."""
@@ -277,3 +320,41 @@ ALIASES = {
     "trainer.learning_rate": "trainer.optim.lr",
 }
 """Other names of settings that guides use -> their keys."""
+
+
+QUICK_STEPS, QUICK_GROUPS, QUICK_GROUP_SIZE, QUICK_TOKENS, QUICK_EXAMPLES = 2, 2, 4, 32, 4
+"""The sizes of `--quick`."""
+
+
+def shrink(config: RLConfig) -> RLConfig:
+    """Returns the copy for `--quick`, the smallest version of a run that still goes through
+    everything, with every size lowered to that of a trial, and its own name. A size is
+    raised only to stay consistent with another. Groups without signal are trained on, because a
+    hard task must not end the trial."""
+    config = config.model_copy(deep=True)
+    settings = config.orchestrator
+    config.name = config.name if config.name.endswith("-quick") else f"{config.name}-quick"
+    config.max_steps = min(config.max_steps, QUICK_STEPS)
+    if config.sft:
+        config.sft.epochs, config.sft.batch_size = (
+            None,
+            min(config.sft.batch_size, QUICK_GROUPS * QUICK_GROUP_SIZE),
+        )
+    settings.group_size = min(settings.group_size, QUICK_GROUP_SIZE)
+    for env in settings.environment:
+        env.group_size = min(env.group_size, QUICK_GROUP_SIZE) if env.group_size else None
+    config.trainer.minibatches = min(config.trainer.minibatches, QUICK_GROUPS)
+    largest = max([settings.group_size, *(env.group_size or 0 for env in settings.environment)])
+    settings.batch_size = QUICK_GROUPS * largest
+    settings.replace_no_signal = False  # the trial does not test whether the task is too hard
+    settings.sampling.max_tokens = min(settings.sampling.max_tokens, QUICK_TOKENS)
+    for entry in [*settings.environment, *settings.eval]:
+        entry.sampling.max_tokens = (
+            min(entry.sampling.max_tokens, QUICK_TOKENS) if entry.sampling.max_tokens else None
+        )
+    for entry in settings.eval:
+        entry.num_examples = (
+            min(entry.num_examples, QUICK_EXAMPLES) if entry.num_examples >= 0 else QUICK_EXAMPLES
+        )
+        entry.samples = 1
+    return config

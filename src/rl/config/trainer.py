@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rl.config.base import OPTIONAL_PATH, PAIR, Devices, Settings, Unbounded, parse_names, switch
+from rl.config.base import PAIR, PATH, Devices, Settings, Unbounded, parse_names, switch
 from rl.config.loss import LossConfig, PolicyGradientConfig
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -73,7 +73,7 @@ class CheckpointConfig(Settings):
 class WeightsConfig(Settings):
     """Policy versions in Hugging Face format under weights/."""
 
-    dir: Annotated[str | None, OPTIONAL_PATH] = None
+    dir: Annotated[str | None, PATH] = None
     """Directory for the versions, possibly in a memory file system that the processes share.
     Default: the run's weights/."""
     keep_last: int = Field(3, ge=2)

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 MANY = 0.1
 """Share of failed rollouts in the newest steps above which an environment is reported although
 it is trained on."""
-
 MANY_LONG = 0.2
 """Share of rollouts cut off or over the context length above which a step's line reports it."""
+MOSTLY = 0.8
+"""Share of answers cut off above which little else matters; a model that has not learned to be
+brief may reach two thirds."""
 
 
 @dataclass
@@ -104,11 +106,17 @@ def max_tokens(config: RLConfig) -> dict[str, int]:
     }
 
 
+def limits_text(config: RLConfig) -> str:
+    """Returns the setting that cuts answers off, with its values: `orchestrator.sampling.max_tokens
+    = 512`."""
+    limits = ", ".join(map(str, sorted(set(max_tokens(config).values()))))
+    return f"orchestrator.sampling.max_tokens = {limits}"
+
+
 def length_texts(config: RLConfig, line: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """Returns the length limits that many of a step's rollouts exceed: metric -> (`40% cut off`,
     a sentence with the limit)."""
-    limits = ", ".join(map(str, sorted(set(max_tokens(config).values()))))
-    limit = f"orchestrator.sampling.max_tokens = {limits}" if limits else "the recorded limit"
+    limit = limits_text(config) if config.plays else "the recorded limit"
     context = f"model.max_model_len = {config.model.max_model_len}"
     kinds = {
         "rollouts/truncated": ("cut off", f"had an answer cut off at {limit}"),
@@ -141,3 +149,29 @@ def environment_problems(state: RunState) -> Iterator[Problem]:
         clauses = [f"environment {env}: {when}{summary.fault}", *warned]
         text = "; ".join([*clauses, look] if summary.failed else clauses)
         yield Problem(text, is_serious, (f"rollouts/{env}/trained",), "error")
+
+
+# Sentences that both the diagnosis and an orchestrator that ends a run say about rewards ----------
+
+
+def equal_remedy(reward: float) -> str:
+    """Returns why every answer has the same reward, and the remedy: another one for 0 than for
+    any other number."""
+    if reward:
+        return (
+            "the reward function does not tell answers apart: call it with a right and with a "
+            "wrong answer, and mend it"
+        )
+    return (
+        "either no answer is right, or the reward function misses the right ones. Read ten "
+        "answers: if some are right, mend the reward function; if none is, take easier tasks, show "
+        "solved examples in the prompt, reward a part of the way, or `rl sft` first"
+    )
+
+
+def cut_off_remedy(share: float, config: RLConfig) -> str:
+    """Returns how many answers were cut off, and the remedy."""
+    return (
+        f"{share:.0%} of the answers were cut off: raise {limits_text(config)}; if they run on at "
+        "any length, the model does not know where to stop: check model.chat_template"
+    )

@@ -50,25 +50,25 @@ def process_problems(state: RunState) -> Iterator[Problem]:
     launcher = {"rl": state.launcher} if state.launcher else {}
     for name, process in (state.processes | launcher).items():
         for pid, title in process.stopped.items():
-            text = (
+            yield Problem(
                 f"the {name} is stopped: SIGSTOP or a debugger holds process {pid} ({title}); "
-                f"`kill -CONT {pid}` continues it"
+                f"`kill -CONT {pid}` continues it",
+                files=state.logs(name),
             )
-            yield Problem(text, files=state.logs(name))
     for name, process in state.processes.items():
         if not process.may_live and not state.is_led:
-            text = (
+            yield Problem(
                 f"the {name} died while it was {process.doing}, and no `rl` is running to "
-                f"restart it; see {state.log_name(name)}, then `{state.resume}`"
+                f"restart it; see {state.log_name(name)}, then `{state.resume}`",
+                files=state.logs(name),
             )
-            yield Problem(text, files=state.logs(name))
         late = process.silent_s > state.config.supervisor.silence_s / 2
         if process.may_live and late and not process.stopped:
-            text = (
+            yield Problem(
                 f"no heartbeat of the {name} for {span(process.silent_s)}, it was "
-                f"{process.doing}: {silence(process, state)}; see {state.log_name(name)}"
+                f"{process.doing}: {silence(process, state)}; see {state.log_name(name)}",
+                files=state.logs(name),
             )
-            yield Problem(text, files=state.logs(name))
 
 
 def silence(process: Process, state: RunState) -> str:
@@ -116,8 +116,10 @@ def damage(state: RunState) -> Iterator[Problem]:
     """Yields the damaged ones of the newest batch, version and checkpoint, which a resume starts
     from. They are judged only by size and header; `rl doctor RUN --verify` reads every byte."""
     for path, fault in faults(state):
-        text = f"{fault}; `{state.resume}` moves it away and recreates it"
-        yield Problem(text, files=(path,) if path.is_file() else ())
+        yield Problem(
+            f"{fault}; `{state.resume}` moves it away and recreates it",
+            files=(path,) if path.is_file() else (),
+        )
 
 
 def faults(state: RunState) -> Iterator[tuple[Path, str]]:
@@ -153,5 +155,4 @@ def doubts(state: RunState) -> Iterator[Problem]:
     name = "parity/unjudged"
     steps, counts = state.numbers.points("trainer", name, last=1)
     if steps > state.numbers.points("trainer", "parity/agrees", last=1)[0]:
-        text = f"{unjudged(int(counts[0]))} ({name})"
-        yield Problem(text, serious=False, metrics=(name,))
+        yield Problem(f"{unjudged(int(counts[0]))} ({name})", serious=False, metrics=(name,))

@@ -6,13 +6,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 
-from rl.config.quick import TOKENS
-from rl.diagnosis.environments import max_tokens
+from rl.config.run import QUICK_TOKENS
+from rl.diagnosis.environments import MOSTLY, cut_off_remedy, equal_remedy, max_tokens
 from rl.diagnosis.problems import Problem
-from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
 from rl.diagnosis.rollouts import Row, read_all
 from rl.diagnosis.state import RunState
-from rl.run_dir.origin import changes_of
+from rl.run_dir.paths import changes_of
 from rl.wire.parity import RUN_LIMITS
 from rl.wire.rollouts import all_equal
 
@@ -52,8 +51,14 @@ def reward_problems(state: RunState) -> list[Problem]:
     destroyed its model."""
     if not state.config.plays:
         causes = list(trainer_hints(state))
-        what = "the model may be worse than the one that it began as."
-        return [hint(what, *causes[0].metrics), *causes] if causes else []
+        return (
+            [
+                hint("the model may be worse than the one that it began as.", *causes[0].metrics),
+                *causes,
+            ]
+            if causes
+            else []
+        )
     values, clear = state.numbers.reward()[1].tolist(), clear_causes(state)
     if len(values) < ENOUGH_STEPS:
         if not clear or (values and values[-1] >= SOLVED):
@@ -76,11 +81,14 @@ def reward_problems(state: RunState) -> list[Problem]:
         " No metric of the run shows why; try more steps, a higher trainer.optim.lr, or an easier "
         "task"
     )
-    head = (
-        f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the "
-        f"last {size}.{'' if causes else none}"
-    )
-    return [hint(head, "reward/mean"), *causes]
+    return [
+        hint(
+            f"the reward does not rise: {early:.3f} in the first {size} steps, {late:.3f} in the "
+            f"last {size}.{'' if causes else none}",
+            "reward/mean",
+        ),
+        *causes,
+    ]
 
 
 # Causes that a few steps, or none, suffice to show ------------------------------------------------
@@ -105,11 +113,13 @@ def clear_causes(state: RunState) -> list[Problem]:
     settings = state.config.orchestrator
     is_taught = settings.teacher or any(env.teacher for env in settings.environment)
     if not is_taught and late and all_equal(late) and min(silent, default=0) == 1:
-        text = (
+        equal = hint(
             f"all rewards are {late[0]:g} ({SILENT}): {equal_remedy(late[0])}; `rl show "
-            f"{state.run_dir.root}` shows them"
+            f"{state.run_dir.root}` shows them",
+            SILENT,
+            "reward/mean",
+            why="no_signal",
         )
-        equal = hint(text, SILENT, "reward/mean", why="no_signal")
         causes = [equal, *causes] if late[0] > 0 else [*causes, equal]
     return causes + template
 
@@ -175,115 +185,140 @@ def rollout_hints(state: RunState) -> Iterator[Problem]:
         mean(state, "orchestrator", "reward/mean"),
     )
     if share["errored"] > 0.1:
-        text = (
+        yield hint(
             f"{share['errored']:.0%} of the rollouts failed (rollouts/errored): {show} --why "
-            "error` shows why"
+            "error` shows why",
+            "rollouts/errored",
+            why="error",
         )
-        yield hint(text, "rollouts/errored", why="error")
     if share["truncated"] > 0.2:
-        text = (
+        yield hint(
             f"{share['truncated']:.0%} of the answers were cut off ({CUT_OFF}): raise "
-            f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}"
+            f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}",
+            CUT_OFF,
         )
-        yield hint(text, CUT_OFF)
     if share["overlong"] > 0.05:
-        text = (
+        yield hint(
             f"{share['overlong']:.0%} of the rollouts exceeded the context (rollouts/overlong): "
-            f"raise model.max_model_len = {config.model.max_model_len}"
+            f"raise model.max_model_len = {config.model.max_model_len}",
+            "rollouts/overlong",
         )
-        yield hint(text, "rollouts/overlong")
     if share["empty"] > 0.1:
-        text = (
+        yield hint(
             f"{share['empty']:.0%} of the rollouts have no tokens (rollouts/empty): look at some "
-            f"with {show} --why empty`"
+            f"with {show} --why empty`",
+            "rollouts/empty",
+            why="empty",
         )
-        yield hint(text, "rollouts/empty", why="empty")
     if share["zero_advantage"] > 0.5:
         way = "harder tasks" if reward > 0.8 else "another reward function"
-        text = (
+        yield hint(
             f"{share['zero_advantage']:.0%} of the rollouts are in groups with all rewards equal, "
             f"at a mean reward of {reward:.3f} ({SILENT}): "
             f"{'easier tasks, or `rl sft` first' if reward < 0.2 else way}, a larger group_size = "
             f"{config.orchestrator.group_size}, a higher temperature, or "
-            "orchestrator.environment.difficulty"
+            "orchestrator.environment.difficulty",
+            SILENT,
+            why="no_signal",
         )
-        yield hint(text, SILENT, why="no_signal")
     if lag > 4:
-        text = f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}"
-        yield hint(text, "lag/mean")
+        yield hint(
+            f"tokens are {lag:.1f} versions old (lag/mean): lower max_lag = {config.max_lag}",
+            "lag/mean",
+        )
 
 
 def trainer_hints(state: RunState) -> Iterator[Problem]:
     """Yields causes that the trainer metrics point to, with remedies."""
     config, optim = state.config, state.config.trainer.optim
     rate, norm = mean(state, "trainer", "optim/lr"), mean(state, "trainer", "optim/grad_norm")
-    kl, lag_kl = mean(state, "trainer", "mismatch_kl/mean"), mean(state, "trainer", "lag_kl/mean")
-    masked, entropy = (
-        mean(state, "trainer", "masked_fraction"),
-        mean(state, "trainer", "entropy/mean"),
-    )
-    limit, doctor = RUN_LIMITS[config.model.dtype].kl, "`rl doctor --parity MODEL`"
     losses = state.values("trainer", "validation/loss") or [math.nan]
     if losses[-1] > WORSE * losses[0]:
-        text = (
+        yield hint(
             f"the loss on held-out examples rose from {losses[0]:.3g} to {losses[-1]:.3g} "
-            "(validation/loss): lower the learning rate"
+            "(validation/loss): lower the learning rate",
+            "validation/loss",
         )
-        yield hint(text, "validation/loss")
     if rate == 0:
-        text = (
+        yield hint(
             f"the learning rate is 0 (optim/lr): raise trainer.optim.lr = {optim.lr:g}, or see "
-            "trainer.optim.schedule"
+            "trainer.optim.schedule",
+            "optim/lr",
         )
-        yield hint(text, "optim/lr")
     if config.trainer.lora and 0 < rate < 5e-6:
-        text = (
+        yield hint(
             f"adapters hardly change at a learning rate of {rate:g} (optim/lr): 1e-5 to 1e-4 is "
-            "usual"
+            "usual",
+            "optim/lr",
         )
-        yield hint(text, "optim/lr")
     if norm == 0:
-        text = (
+        yield hint(
             "all gradients are 0 (optim/grad_norm): no token of a batch contributes; see "
-            "masked_fraction and rollouts/trained"
+            "masked_fraction and rollouts/trained",
+            "optim/grad_norm",
+            "masked_fraction",
+            "rollouts/trained",
         )
-        yield hint(text, "optim/grad_norm", "masked_fraction", "rollouts/trained")
+    yield from trainer_signs(state)
+
+
+def other_signs(state: RunState, hints: list[Problem]) -> Iterator[Problem]:
+    """Yields what the trainer's metrics show of a run that plays environments and the hints do not:
+    a reward may rise all the same, for a while."""
+    if state.config.plays and newest(state.numbers.reward()[1].tolist()):
+        yield from (sign for sign in trainer_signs(state) if sign not in hints)
+
+
+def trainer_signs(state: RunState) -> Iterator[Problem]:
+    """Yields what the trainer metrics show to be wrong however the reward moves, with remedies."""
+    config, optim = state.config, state.config.trainer.optim
+    norm, masked = (
+        mean(state, "trainer", "optim/grad_norm"),
+        mean(state, "trainer", "masked_fraction"),
+    )
+    kl, lag_kl = mean(state, "trainer", "mismatch_kl/mean"), mean(state, "trainer", "lag_kl/mean")
+    entropy = mean(state, "trainer", "entropy/mean")
+    limit, doctor = RUN_LIMITS[config.model.dtype].kl, "`rl doctor --parity MODEL`"
     if norm > 20 * optim.max_grad_norm:
-        text = (
+        yield hint(
             f"gradients are {norm / optim.max_grad_norm:.0f} times the clipping limit "
-            f"(optim/grad_norm {norm:.3g}): try a lower learning rate, or more rollouts"
+            f"(optim/grad_norm {norm:.3g}): try a lower learning rate, or more rollouts",
+            "optim/grad_norm",
         )
-        yield hint(text, "optim/grad_norm")
     if masked > 0.2:
-        text = (
+        yield hint(
             f"{masked:.0%} of the tokens are masked (masked_fraction): see "
-            "trainer.loss.token_mask, mismatch_kl and lag_kl"
+            "trainer.loss.token_mask, mismatch_kl and lag_kl",
+            "masked_fraction",
+            "mismatch_kl/mean",
+            "lag_kl/mean",
         )
-        yield hint(text, "masked_fraction", "mismatch_kl/mean", "lag_kl/mean")
     if 0.0 in state.recent("trainer", "parity/agrees"):
-        text = (
+        yield hint(
             "trainer and inference disagree on the same tokens (parity/agrees): "
-            f"{doctor} looks for the cause"
+            f"{doctor} looks for the cause",
+            "parity/agrees",
         )
-        yield hint(text, "parity/agrees")
     elif kl > limit:
-        text = (
+        yield hint(
             f"trainer and inference disagree: mismatch_kl/mean {kl:.2g} is above {limit:g}; "
-            f"{doctor} looks for the cause"
+            f"{doctor} looks for the cause",
+            "mismatch_kl/mean",
         )
-        yield hint(text, "mismatch_kl/mean")
     if lag_kl > (10 * limit if config.plays else FAR):
-        text = (
+        yield hint(
             f"rollouts are far from the trained policy: lag_kl/mean {lag_kl:.2g}; try a lower "
-            "learning rate or max_lag"
+            "learning rate or max_lag",
+            "lag_kl/mean",
         )
-        yield hint(text, "lag_kl/mean")
-    if entropy < 0.02 and config.kind != "sft":  # answers that fine-tuning teaches may be certain
-        text = (
+    # a policy that solves its tasks may be certain, and so may answers that fine-tuning teaches
+    is_solved = mean(state, "orchestrator", "reward/mean") >= SOLVED
+    if entropy < 0.02 and config.kind != "sft" and not is_solved:
+        yield hint(
             f"the policy is nearly certain of each token (entropy/mean {entropy:.3g}), so groups "
-            "hardly differ: try a lower learning rate, or trainer.loss.entropy_coefficient"
+            "hardly differ: try a lower learning rate, or trainer.loss.entropy_coefficient",
+            "entropy/mean",
         )
-        yield hint(text, "entropy/mean")
 
 
 # What a trial showed ------------------------------------------------------------------------------
@@ -336,7 +371,7 @@ def what_rollouts_say(rows: list[Row], is_taught: bool, limit: int | None) -> st
         text += f"; {len(errors)} of {len(rows)} failed: {errors[0]}"
     cut_off = sum(row.get("outcome") == "truncated" for row in rows)
     if cut_off > len(rows) / 5:
-        quick = f"--quick allows {TOKENS} tokens"
-        whose = quick if limit == TOKENS else f"sampling.max_tokens = {limit}"
+        quick = f"--quick allows {QUICK_TOKENS} tokens"
+        whose = quick if limit == QUICK_TOKENS else f"sampling.max_tokens = {limit}"
         text += f"; {cut_off} of {len(rows)} answers were cut off ({whose})"
     return text

@@ -116,19 +116,24 @@ def run_outcome(state: RunState) -> RunOutcome:
         return RunOutcome("died", "the run was killed", dead[0].silent_s, rest)
     if state.config.kind == "serve":
         done = f"trained {state.step} steps" if models is None else f"made {models} models"
-        what = f"clients of `rl serve` {done}; they can go on after `{state.resume}`"
-        return RunOutcome("stopped", what)
+        return RunOutcome(
+            "stopped", f"clients of `rl serve` {done}; they can go on after `{state.resume}`"
+        )
     if state.numbers.newest() is None and not state.newest_batch and not state.log("trainer"):
         if state.jobs:
-            what = f"no machine has joined the run yet; its jobs are {state.jobs}"
-            return RunOutcome("stopped", what)
+            return RunOutcome(
+                "stopped", f"no machine has joined the run yet; its jobs are {state.jobs}"
+            )
         log = state.log("data") or state.log("model")
         why = "".join(f"; the last line of {log}: {line}" for line in last_lines(log, 1))
-        what = f"the run did not start{why}; `{state.resume}` tries again"
-        return RunOutcome("died", what, log=log)
+        return RunOutcome(
+            "died", f"the run did not start{why}; `{state.resume}` tries again", log=log
+        )
     is_copy = not state.newest_checkpoint and not state.processes  # without its checkpoints
     if end and is_copy and state.step >= (state.newest_batch or max_steps):
-        what = f"the run ended well: {end.reason}; its checkpoints are not here"
-        return RunOutcome("ended", what)
-    what = f"the run was stopped{at} of {max_steps}; continue it with `{state.resume}`"
-    return RunOutcome("stopped", what)
+        return RunOutcome(
+            "ended", f"the run ended well: {end.reason}; its checkpoints are not here"
+        )
+    return RunOutcome(
+        "stopped", f"the run was stopped{at} of {max_steps}; continue it with `{state.resume}`"
+    )

@@ -6,6 +6,7 @@ it is watched for a few seconds.
 """
 
 import contextlib
+import re
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -18,13 +19,12 @@ import psutil
 from rl.config.plan import plan
 from rl.config.run import RLConfig
 from rl.config.stored import continued_by, rl_dir_of
-from rl.run_dir.events import Event, read_events
 from rl.run_dir.files import files_in
 from rl.run_dir.lease import LEASE_S, LockOwner
 from rl.run_dir.logs import newest_log
 from rl.run_dir.nodes import Nodes, NodeStatus
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbered, numbers
+from rl.run_dir.paths import RunDir, first_step, numbered, numbers
+from rl.run_dir.spans import Event, read_events
 from rl.run_dir.status import (
     HEARTBEAT_S,
     RoleStatus,
@@ -48,6 +48,8 @@ NODES = "nodes"
 """Folder of the statuses of machines among those of processes."""
 RECENT = 10
 """Number of newest steps over which paces and shares are computed."""
+VERBS = {"trainer": "trains", "inference": "serves", "leader": "leads"}
+RANK = re.compile(r"trainer(?:-(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,34 @@ class RunMachine:
     def is_up(self) -> bool:
         return self.state in ("live", "leaving")
 
+    @property
+    def does(self) -> str:
+        """What it does, or is for: `trains and leads`."""
+        return " and ".join(VERBS[role] for role in self.roles)
+
+    @property
+    def facts(self) -> str:
+        """Its devices, its part in the training, and why it cannot take part: `8 GPUs, 8 ranks in
+        generation 3`; empty if it is not there."""
+        if self.status is None:
+            return ""
+        ranks = ""
+        if self.status.ranks:
+            ranks = (
+                "not in the current generation"
+                if self.generation is None
+                else f"{self.status.ranks} ranks in generation {self.generation}"
+            )
+        return ", ".join(filter(None, [f"{self.status.gpus} GPUs", ranks, self.status.fault]))
+
+    @property
+    def loss(self) -> str:
+        """Why it counts as lost."""
+        why = (
+            "its `rl node` is gone" if self.ended else f"no sign of life for {span(self.silent_s)}"
+        )
+        return f"lost: {why}"
+
     def runs(self, process: RoleStatus) -> bool:
         return bool(self.status and process.place == self.status.place != "")
 
@@ -227,11 +257,19 @@ class RunState:
         others = [role for role in self.config.kind.roles if role != "inference"]
         return [*self.own_servers, *others]
 
+    def processes_on(self, machine: RunMachine) -> list[str]:
+        """Returns the processes on a machine that have a status, the ranks of a trainer as one:
+        `orchestrator`, `ranks 8 to 15`."""
+        names = [name for name, process in self.processes.items() if machine.runs(process.status)]
+        ranks = sorted(int(match[1] or 0) for name in names if (match := RANK.fullmatch(name)))
+        others = [name for name in names if not RANK.fullmatch(name)]
+        return [*others, f"ranks {ranks[0]} to {ranks[-1]}"] if ranks else others
+
     def log(self, name: str) -> Path | None:
         """Returns the newest log of a process: of a rank on a machine of a cluster, that of the
         ranks there."""
         process = self.processes.get(name)
-        if process and name.partition("-")[0] == "trainer" and name != "trainer-launcher":
+        if process and RANK.fullmatch(name):
             for machine in self.machines:
                 if machine.status and machine.status.log and machine.runs(process.status):
                     return Path(machine.status.log)
@@ -385,6 +423,24 @@ def read_machines(
             RunMachine(index, status.roles, status, max(0.0, silent_s), ended, generation)
         )
     return machines
+
+
+def machine_changes(told: dict[int, str], machines: list[RunMachine]) -> list[str]:
+    """Returns what became of machines since the last call, which left its knowledge in `told`."""
+    lines = []
+    for machine in machines:
+        host = f" ({machine.status.host})" if machine.status else ""
+        texts = {
+            "absent": "has left",
+            "lost": f"is {machine.loss}",
+            "leaving": "is leaving",
+            "live": machine.does,
+        }
+        sign = f"{machine.state} {machine.does}" if machine.is_up else machine.state
+        if told.get(machine.index, "absent") != sign:
+            lines.append(f"  machine {machine.index}{host} {texts[machine.state]}")
+        told[machine.index] = sign
+    return lines
 
 
 def inspect_process(name: str, status: RoleStatus, now: float) -> Process:

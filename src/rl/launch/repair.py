@@ -12,8 +12,7 @@ from pathlib import Path
 
 from rl.run_dir.checksums import Mirror, check_version, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, move, write_file
-from rl.run_dir.origin import read_origin
-from rl.run_dir.paths import RunDir, numbered, numbers
+from rl.run_dir.paths import RunDir, numbered, numbers, read_origin
 from rl.system.errors import RunError
 from rl.wire.batch_file import check_rollouts, sound_batch
 

@@ -41,7 +41,7 @@ PREPARING = {
 }
 """Processes that run to their end before anything else: find or download the model, make the
 examples of supervised fine-tuning, ask the service that trains."""
-SERVER = "rl.commands.serve_process"
+SERVER = "rl.commands.serve"
 """The process `tinker` of `rl serve`."""
 
 
@@ -50,7 +50,8 @@ AGENT = [*PYTHON, "-m", "torch.distributed.run", "--no-python"]
 
 
 def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
-    """Returns the command of a process, which reads everything else from the run's config.toml."""
+    """Returns the command of a process, which reads everything else, but the division of the
+    machine, from the run's config.toml."""
     config = str(run_dir.config)
     if name in PREPARING:
         return [*PYTHON, "-m", PREPARING[name], config]
@@ -67,11 +68,13 @@ def command(name: str, run_dir: RunDir, ranks: int) -> list[str]:
 
 
 def start(
-    children: Children, name: str, run_dir: RunDir, share: devices.Share, ranks: int, log_dir: Path
+    children: Children, name: str, run_dir: RunDir, division: devices.Split, log_dir: Path
 ) -> Child:
     """Starts one process of a run on its share of the machine, for a command that supervises it
     itself."""
-    return children.start(name, command(name, run_dir, ranks), share.env, log_dir, share.cores)
+    share = division.inference if name == "inference" else division.trainer
+    words = [*command(name, run_dir, division.ranks), *division.flags]
+    return children.start(name, words, share.env, log_dir, share.cores)
 
 
 def preparing(config: RLConfig) -> list[str]:
@@ -80,16 +83,18 @@ def preparing(config: RLConfig) -> list[str]:
 
 
 def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Role]:
-    """Returns inference (unless it runs elsewhere), orchestrator and trainer. They find each other
-    by their status files, in any order.
+    """Returns the processes of a run: inference (unless it runs elsewhere), orchestrator and
+    trainer; of `rl serve` inference and the trainer of its clients. They find each other by their
+    status files, in any order.
 
     If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM
     starts, it attributes any loss of free memory to itself, and exits if free memory grows. With a
     service for training and sampling, both are small processes that ask it.
     """
-    shares = {"inference": division.inference, "trainer": division.trainer}
+    training = division.trainer
+    shares = {"inference": division.inference, "trainer": training, "tinker": training}
     names = [name for name in config.kind.roles if name != "inference" or config.starts_inference]
-    shared = "inference" in names and {*division.trainer.gpus} & {*division.inference.gpus}
+    shared = "inference" in names and {*training.gpus} & {*division.inference.gpus}
     started = []
     for name in names:
         share = shares.get(name)
@@ -100,10 +105,11 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
         started.append(
             Role(
                 name,
-                command(name, run_dir, division.ranks),
+                [*command(name, run_dir, division.ranks), *(division.flags if share else ())],
                 share.env if share else {},
                 share.cores if share else None,
-                leaves_copy=name != "trainer" or division.ranks == 1,
+                leaves_copy=name in ("inference", "orchestrator")
+                or (name == "trainer" and division.ranks == 1),
                 after_server=name == "trainer" and bool(shared),
             )
         )

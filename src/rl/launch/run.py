@@ -1,9 +1,12 @@
-"""A run from its configuration to its report."""
+"""A run from its configuration to its report. Beside it are two processes without which it goes on:
+the browser page (`--view`), and one that draws curves.png.
+"""
 
 import contextlib
 import errno
 import json
 import math
+import re
 import shlex
 import shutil
 import signal
@@ -15,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import CommandLine
+from rl.config.command_line import CommandLine, from_toml
 from rl.config.run import RLConfig
-from rl.config.stored import as_written
 from rl.config.trainer import CheckpointConfig
 from rl.diagnosis.disk import disk_estimate
 from rl.diagnosis.rewards import reward_summary
@@ -25,23 +27,115 @@ from rl.diagnosis.run_outcome import early_end, nothing_trained
 from rl.diagnosis.state import RunState
 from rl.homes.resolve import Homes, homes_of, record
 from rl.homes.resolve import entries as environments
-from rl.launch import beside, devices, roles
+from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.launch.trackers import Trackers
+from rl.run_dir.access_token import PAGE_VARIABLE, link, page_secret
 from rl.run_dir.lease import LEASE_S, check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, numbers
 from rl.run_dir.status import RunEnd, read_json
-from rl.system.children import STOP_DEADLINE_S, Stopped
+from rl.system.children import PYTHON, STOP_DEADLINE_S, Child, Stopped
 from rl.system.errors import GIVE_UP, LASTING, RunError, system_error
 from rl.system.linux import bind, shared_memory_fault
 from rl.system.machine import machine
 from rl.system.sandbox import fault as sandbox_fault
 from rl.system.terminal import discard_output, say
+
+LINK = re.compile(r"(http://\S+/) (\w+)$", re.M)
+"""Matches the address and the number of a link in the page's log."""
+
+
+class Beside:
+    """A process that ends with the run, and whose end is no more than a warning. `poll` never
+    waits."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: list[str],
+        env: dict[str, str],
+        run_dir: RunDir,
+        children: Children,
+        say: Callable[[str], None],
+        loss: str,
+    ):
+        """`arguments`: those of Python. `loss`: what the user is told when it ends early."""
+        self.children, self.say, self.loss = children, say, loss
+        self.child: Child | None = None
+        try:
+            self.child = children.start(name, [*PYTHON, *arguments], env, run_dir.logs)
+        except OSError as error:
+            say(f"warning: {loss} ({error})")
+
+    def poll(self) -> None:
+        """Reports an early end."""
+        if self.child and self.child.exit_code is not None:
+            self.say(
+                f"warning: {self.loss} (exit code {self.child.exit_code}, log: {self.child.log})"
+            )
+            self.children.kill_tree(self.child)
+            self.child = None
+
+    def close(self) -> None:
+        """Deletes the log of a process that ended with the run."""
+        if self.child:
+            self.child.log.unlink(missing_ok=True)
+            self.child = None
+
+
+class Page(Beside):
+    """`rl view` on the run. Prints each link that admits a browser."""
+
+    def __init__(self, run_dir: RunDir, children: Children, say: Callable[[str], None]):
+        self.secret, self.told = page_secret(run_dir.status_dir), ""
+        arguments, env = (
+            ["-m", "rl.main", "view", str(run_dir.root), "--beside"],
+            {PAGE_VARIABLE: self.secret},
+        )
+        super().__init__(
+            "view",
+            arguments,
+            env,
+            run_dir,
+            children,
+            say,
+            "the page of --view has ended, the run continues",
+        )
+
+    def poll(self) -> None:
+        """Prints a new link, or that the page has ended."""
+        links = LINK.findall("\n".join(last_lines(self.child.log))) if self.child else []
+        if links and self.told != (newest := link(self.secret, *links[-1])):
+            self.say(
+                f"view      {newest}"
+                + ("  (a browser has used the link before)" if self.told else "")
+            )
+            self.told = newest
+        super().poll()
+
+
+def start_curves(
+    run_dir: RunDir, title: str, children: Children, say: Callable[[str], None]
+) -> Beside:
+    """Starts the process that keeps curves.png up to date, see rl.launch.curves.main."""
+    loss = (
+        f"{run_dir.curves} is out of date: drawing it failed; it is drawn again when the run ends"
+    )
+    return Beside(
+        "curves",
+        ["-m", "rl.launch.curves", str(run_dir.root), title],
+        {},
+        run_dir,
+        children,
+        say,
+        loss,
+    )
+
 
 POLL_S = 0.2
 EXIT_S = 2.0
@@ -93,9 +187,9 @@ class RunLoop:
         while self.trackers.left and (old_lines := self.reader.new()):
             self.trackers.send(old_lines)
         self.reader.skip()
-        self.beside: list[beside.Beside] = []
+        self.beside: list[Beside] = []
         if view:
-            self.beside.append(beside.Page(self.run_dir, children, self.say))
+            self.beside.append(Page(self.run_dir, children, self.say))
         self.curves_at = time.monotonic() + CURVES_AFTER_S
         """Time from which curves.png is drawn."""
 
@@ -150,7 +244,7 @@ class RunLoop:
         if time.monotonic() >= self.curves_at:
             self.curves_at = math.inf
             title = self.config.name
-            self.beside += [beside.curves(self.run_dir, title, self.children, self.say)]
+            self.beside += [start_curves(self.run_dir, title, self.children, self.say)]
         for process in self.beside:
             process.poll()
         if self.cleaned and self.run_dir.anything_made():
@@ -195,8 +289,6 @@ class RunLoop:
 class Placement:
     """Where the processes of a run are started."""
 
-    config: RLConfig
-    """The configuration with the division of the machines written into it."""
     roles: Callable[[RunDir], list[Role]]
     """Returns the processes that `rl` itself starts."""
     notes: list[str] = field(default_factory=list)
@@ -209,14 +301,10 @@ def on_this_machine(config: RLConfig) -> Placement:
     """Divides this machine between all processes. Raises ConfigError for settings that it cannot
     satisfy."""
     box = machine()
-    with contextlib.suppress(RunError):  # there is no run, or `prepare` says what is wrong with it
-        config = devices.implied_again(config, as_written(config.run_dir.root), box)
     warning, division = devices.check_build(config, box), devices.split(config, box)
-    config = devices.write_into(config, division)
     grace_s = config.cluster.grace_s + EXIT_S if config.cluster else 0.0
     note = warning or devices.unused(config, division, box)
     return Placement(
-        config,
         lambda run_dir: roles.roles(config, run_dir, division),
         [note] if note else [],
         max(STOP_DEADLINE_S, grace_s),
@@ -224,12 +312,17 @@ def on_this_machine(config: RLConfig) -> Placement:
 
 
 def run(
-    prepared: Prepared, placement: Placement, children: Children, again: str, view: bool = False
+    config: RLConfig,
+    prepared: Prepared,
+    placement: Placement,
+    children: Children,
+    again: str,
+    view: bool = False,
 ) -> int:
     """Runs everything from the prepared directory to the report. Returns the exit code."""
     from rl.run_dir.numbers import Numbers
 
-    config, run_dir = placement.config, prepared.run_dir
+    run_dir = prepared.run_dir
     loop = RunLoop(config, prepared, children, view)
     code, why = 0, ""
     try:
@@ -239,6 +332,9 @@ def run(
         # anything else starts.
         for name in roles.preparing(config):
             loop.until_finished([Role(name, roles.command(name, run_dir, 1), {})])
+        length = from_toml(run_dir.config).model.max_model_len
+        if length < config.model.max_model_len:
+            loop.say(f"model.max_model_len = {length}: the longest sequence of this model")
         if not config.is_remote:
             loop.tell_disk()
         if config.kind == "sft":
@@ -283,6 +379,9 @@ def run(
                 "elsewhere to continue it"
             )
     elif code:
+        saved, done = max(numbers(run_dir.checkpoints), default=0), loop.console.shown
+        if code > 128 and saved < done:
+            say(f"no checkpoint after step {saved}: a resume trains {saved + 1} to {done} again")
         say(f"resume with: {again}")
     return code
 
@@ -361,7 +460,6 @@ def launch(
     config = config.with_absolute_paths()
     homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
-    config = placement.config
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
     if prepared.is_done:
         prepared.lease.close()
@@ -373,7 +471,7 @@ def launch(
     # now: a signal in the middle of NumPy's import would leave it broken for the final report
     import rl.launch.curves  # noqa: F401
 
-    code = run(prepared, placement, children, again, "view" in line.switches)
+    code = run(config, prepared, placement, children, again, "view" in line.switches)
     prepared.lease.close()
     if code == 0 and "quick" in line.switches:
         if config.trainer.checkpoint == CheckpointConfig():  # else somebody wants them

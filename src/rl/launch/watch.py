@@ -5,16 +5,15 @@ import time
 from collections.abc import Callable
 
 from rl.config.run import RLConfig
-from rl.diagnosis.machines import changes
-from rl.diagnosis.state import SILENT_S, read_machines
+from rl.diagnosis.state import SILENT_S, machine_changes, read_machines
 from rl.diagnosis.waits import diagnose
 from rl.launch.children import Children
 from rl.launch.console import Console
-from rl.run_dir.events import Event, EventsReader
 from rl.run_dir.lease import LEASE_S, LockOwner, lease_path, newest_lease
 from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.nodes import Nodes
 from rl.run_dir.paths import RunDir
+from rl.run_dir.spans import Event, EventsReader
 from rl.run_dir.status import Staleness, read_json
 from rl.system.children import Stopped
 
@@ -154,8 +153,9 @@ class Watch:
         over; None while it goes on."""
         machines = read_machines(self.run_dir, self.config, self.heartbeats, time.time())
         # then clocks that differ are known
-        for text in changes(self.machines, machines) if time.monotonic() >= self.settled_at else ():
-            self.console.say(text)
+        if time.monotonic() >= self.settled_at:
+            for text in machine_changes(self.machines, machines):
+                self.console.say(text)
         end = self.life.end()
         if self.life.waiting and self.life.waiting != self.waiting:
             self.console.say(self.life.waiting)

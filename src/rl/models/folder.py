@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.base import BUILT_IN_TEMPLATE
-from rl.config.run import ModelConfig, RendererConfig, RLConfig, longest_sequence
+from rl.config.run import LENGTH, ModelConfig, RendererConfig, RLConfig, longest_sequence
 from rl.models.gguf import convert_gguf, gguf_of_package
 from rl.models.renderer import build
 from rl.models.template import IM_END
@@ -355,19 +355,21 @@ def require_sound(folder: Path) -> None:
 
 def sound_model(config: RLConfig) -> str:
     """The folder of a run's model, verified if it contains digests, as a version of another run
-    does. Raises RunError."""
+    does. Shortens the default of model.max_model_len to what the model has. Raises RunError."""
     folder = resolve_model(
         config.model, needs_template=config.plays, needs_weights=not config.is_remote
     )
     require_sound(Path(folder))
     longest = longest_sequence(read_json(Path(folder) / "config.json"))
     if (
-        config.starts_inference
-        and not config.is_remote
-        and longest
-        and config.model.max_model_len > longest
-        and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+        not longest
+        or config.model.max_model_len <= longest
+        or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
     ):
+        return folder
+    if config.model.max_model_len == LENGTH:  # of a model that was not here
+        config.model.max_model_len = longest
+    elif config.starts_inference and not config.is_remote:
         raise RunError(
             f"model.max_model_len = {config.model.max_model_len} is more than the {longest} "
             "tokens of the model "
@@ -384,12 +386,14 @@ def vocab_size(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    from rl.config.command_line import from_toml
+    from rl.config.command_line import from_toml, write_config
 
     name = sys.argv[1] if len(sys.argv) > 1 else ModelConfig().name
     try:
         is_config = name.endswith(".toml")
         config = from_toml(Path(name)) if is_config else None
         print(sound_model(config) if config else resolve_model(ModelConfig(name=name)))
+        if config:  # perhaps with a shorter model.max_model_len
+            write_config(Path(name), config)
     except RunError as fault:
         raise SystemExit(str(fault)) from None

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rl.config.differences import changed_keys
+from rl.config.fields import changed_keys
 from rl.config.run import RLConfig
 from rl.records.run import Run
 from rl.system.credentials import hidden

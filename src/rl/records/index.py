@@ -1,26 +1,183 @@
 """The index of a run's rollouts: follows rollouts/ and evals/, and locates each rollout. Writes
 nothing to the run, and keeps what took long to read in the user's cache, which may be deleted any
-time."""
+time.
+
+Rollouts are columns of numpy: a million of them take about 120 MiB, and are filtered, sorted and
+counted without reading a file. pyarrow would be the library for it, but any use of it imports
+pandas, which costs a reader half a second and 50 MiB.
+"""
 
 import contextlib
 import hashlib
 import heapq
 import json
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from rl.records.columns import DECODER, Columns, RolloutLine, Words, columns_of, joined, some
-from rl.run_dir.files import UNREADABLE, CorruptFileError, write_file
-from rl.run_dir.paths import PENDING_LOG, RunDir
+from rl.diagnosis.rollouts import TRAINED
+from rl.run_dir.files import UNREADABLE, CorruptFileError, files_in, write_file
+from rl.run_dir.metrics import is_number
+from rl.run_dir.paths import PENDING_LOG, RunDir, numbered
+from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
 from rl.wire.rollouts import waiting_lines
+
+Columns = dict[str, np.ndarray]
+"""Arrays of one length: those of DTYPES, then environment metrics as float64."""
+DTYPES: Mapping[str, str] = {
+    "kind": "i4",
+    "step": "i4",
+    "version": "i4",
+    "first_version": "i4",
+    "env": "i4",
+    "task": "i8",
+    "group_id": "i8",
+    "rollout_id": "i4",
+    "episode": "i4",
+    "agent": "i4",
+    "reward": "f8",
+    "advantage": "f8",
+    "outcome": "i4",
+    "stop": "i4",
+    "why": "i4",
+    "failed": "?",
+    "truncated": "?",
+    "num_tokens": "i4",
+    "num_turns": "i4",
+    "retries": "i4",
+    "file": "i4",
+    "offset": "i8",
+    "length": "i4",
+}
+WORDS = ("kind", "env", "agent", "outcome", "stop", "why", "file")
+"""Columns that hold the code of a word."""
+LOCATION = ("file", "offset", "length")
+"""Columns that locate a line in its (decompressed) file, in bytes."""
+METRIC = "metrics/"
+"""Prefix of a metric that is named like a column."""
+MOST_METRICS = 32
+"""Maximum number of distinct environment metrics."""
+NONE = -1
+"""Stands for a missing whole number, as nan does for other numbers."""
+Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+"""What fits into the columns: a line with another number is no rollout of ours."""
+
+
+class RolloutLine(msgspec.Struct, kw_only=True, dict=True):
+    """The fields of a line of rollouts/*.jsonl or evals/*/*.jsonl that the columns need, and all
+    values of the columns as attributes. Messages are not decoded."""
+
+    reward: float | None
+    messages: msgspec.Raw
+    step: Int32 | None = None
+    policy_version: Int32 | None = None
+    env: str = ""
+    task: Int64 | None = None
+    group_id: Int64 | None = None
+    rollout_id: Int32 | None = None
+    episode: Int32 | None = None
+    eval_episode: Int32 | None = msgspec.field(default=None, name="rollout")
+    """The episode in a line of an evaluation, which calls it `rollout`."""
+    agent: str = "agent"
+    advantage: float | None = None
+    metrics: dict[str, Any] = {}
+    outcome: str = ""
+    stop: str | None = ""
+    why: str | None = None
+    trained: bool | None = None
+    truncated: bool = False
+    num_tokens: Int32 = 0
+    num_turns: Int32 = 0
+    retries: Int32 = 0
+    versions: list[Int32] = []
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        versions = self.versions if self.policy_version is None else [self.policy_version]
+        vars(self).update(
+            version=max(versions, default=None),
+            first_version=min(versions, default=None),
+            failed=self.error is not None,
+        )
+        if self.error is not None:
+            self.reward = None  # it means nothing
+        if self.episode is None:
+            self.episode = self.eval_episode
+        self.stop = self.stop or ""
+        self.why = self.why or ("error" if self.error else TRAINED if self.trained else "")
+        self.metrics = {
+            METRIC + name if name in DTYPES else name: float(value)
+            for name, value in self.metrics.items()
+            if is_number(value)
+        }
+
+
+DECODER = msgspec.json.Decoder(RolloutLine)
+
+
+class Words:
+    """The distinct words of all columns, numbered in order of appearance."""
+
+    def __init__(self, words: Iterable[str] = ()):
+        self.words = [*words]
+        self.codes = {word: code for code, word in enumerate(self.words)}
+
+    def code(self, word: str) -> int:
+        """The number of a word, a new one if necessary."""
+        if word not in self.codes:
+            self.codes[word] = len(self.words)
+            self.words.append(word)
+        return self.codes[word]
+
+
+def columns_of(lines: Sequence[RolloutLine], words: Words, known: Iterable[str] = ()) -> Columns:
+    """Lines as columns. known: columns to have, too; new metrics follow up to MOST_METRICS."""
+    columns = {}
+    for name, dtype in DTYPES.items():
+        values = [getattr(line, name) for line in lines]
+        if name in WORDS:
+            values = map(words.code, values)
+        missing = np.nan if dtype == "f8" else NONE
+        columns[name] = np.array([missing if value is None else value for value in values], dtype)
+    metrics = dict.fromkeys([*known, *(name for line in lines for name in line.metrics)])
+    for name in [name for name in metrics if name not in DTYPES][:MOST_METRICS]:
+        columns[name] = np.array([line.metrics.get(name, np.nan) for line in lines])
+    return columns
+
+
+def joined(tables: Sequence[Columns]) -> Columns:
+    """Columns one below the other. The last of them have all names."""
+
+    def column(columns: Columns, name: str) -> np.ndarray:
+        return columns[name] if name in columns else np.full(len(columns["kind"]), np.nan)
+
+    return {
+        name: np.concatenate([column(columns, name) for columns in tables]) for name in tables[-1]
+    }
+
+
+def some(columns: Columns, rows: np.ndarray) -> Columns:
+    """Some rows of columns. rows: bool, or their numbers."""
+    return {name: values[rows] for name, values in columns.items()}
+
+
+def column_of(columns: Columns, name: str) -> np.ndarray:
+    """A column; RunError says which there are if there is none of this name."""
+    if name in columns:
+        return columns[name]
+    full = len(columns) == len(DTYPES) + MOST_METRICS
+    first = f" (of metrics the first {MOST_METRICS} count)" if full else ""
+    raise RunError(f"{name}: rollouts have no such field{first}; there are: {', '.join(columns)}")
+
 
 SUSPECTS = 3
 """Number of newest steps that are checked again: an orchestrator that was killed before its commit
@@ -31,11 +188,7 @@ FORMAT = 5
 """Of a file in the cache."""
 MAX_BYTES = 1 << 30
 """Maximum size of all indices together; the oldest are deleted first."""
-TICK_NS = 100_000_000
-"""A folder that changed within this time may change again with the same mtime."""
 ROLLOUTS, EVALS = "rollouts/", "evals/"
-NUMBER = "([0-9]{6}|[1-9][0-9]{6,})"
-"""How a step or version is named, see rl.run_dir.paths."""
 PENDING = f"batches/{PENDING_LOG}"
 Identity = tuple[int, int]
 """Size of a file in bytes, and its mtime in ns."""
@@ -54,44 +207,42 @@ class RolloutIndex:
         """Unreadable files, with the reason; their rollouts are missing."""
         self.denied: dict[Path, str] = {}
         """Folders without read permission, with the error."""
-        self.looked: int | None = None
-        """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same
-        one; None before the first time."""
+        self.is_checked = False
+        """Whether all files from the cache were compared with those that are there now."""
 
     def refresh(self) -> None:
         """Reads what is new, and drops what is gone."""
         began = time.monotonic()
         # Pending ones first: what a batch settles meanwhile is then seen twice instead of never.
         pending = self._read(filter(self._replaced, [PENDING]))
-        _, mtime = identity_of(self.run_dir.rollouts_dir) or (0, 0)
-        looked = mtime if time.time_ns() - mtime > TICK_NS else 0
-        changed = self._read(self._changed_steps(looked) | self._changed_evals())
-        self.looked = looked
+        changed = self._read(self._changed_steps() | self._changed_evals())
+        self.is_checked = True
         if pending or changed:
             self._drop_settled()
         if changed and time.monotonic() - began > CACHE_S:
             with contextlib.suppress(OSError, SafetensorError):
                 self._save()
 
-    def _changed_steps(self, looked: int) -> set[str]:
+    def _changed_steps(self) -> set[str]:
         """The files of steps that are new, gone or replaced. Old ones are assumed to be unchanged,
         unless the newest ones are gone or were replaced: then the run was rolled back, or is
         another one (see --clean)."""
-        folder = self.run_dir.rollouts_dir
-        if looked and looked == self.looked and folder not in self.denied:
-            return set()
-        names = self._listed(folder, rf"{NUMBER}\.jsonl(\.gz)?")
-        files = {ROLLOUTS + name.removesuffix(".gz") for name in names}
+        files = set[str]()
+        with self._allowed(self.run_dir.rollouts_dir):
+            files = {f"{ROLLOUTS}{step:06d}.jsonl" for step in self.run_dir.rollout_files()}
         known, suspects = self._known(ROLLOUTS), self._newest_steps()
-        if self.looked is None or suspects - files or any(map(self._replaced, suspects)):
+        if not self.is_checked or suspects - files or any(map(self._replaced, suspects)):
             suspects = known
         return known ^ files | set(filter(self._replaced, suspects))
 
     def _changed_evals(self) -> set[str]:
         files = self._known(EVALS)
-        for version in self._listed(self.run_dir.evals, NUMBER):
-            names = self._listed(self.run_dir.evals / version, r".*\.jsonl")
-            files |= {f"{EVALS}{version}/{name}" for name in names}
+        with self._allowed(self.run_dir.evals):
+            for folder in numbered(self.run_dir.evals).values():
+                with self._allowed(folder):
+                    files |= {
+                        f"{EVALS}{folder.name}/{path.name}" for path in files_in(folder, ".jsonl")
+                    }
         return set(filter(self._replaced, files))
 
     def _known(self, folder: str) -> set[str]:
@@ -116,16 +267,14 @@ class RolloutIndex:
         """Whether a file is not the one that was read; a missing one was not read."""
         return identity_of(self.path(file)) != self.files.get(file)
 
-    def _listed(self, folder: Path, pattern: str) -> list[str]:
-        """The names in a folder that match; none if it may not be read: `denied` says so."""
+    @contextlib.contextmanager
+    def _allowed(self, folder: Path) -> Iterator[None]:
+        """Notes in `denied` if the block may not list the folder."""
         self.denied.pop(folder, None)
         try:
-            return list(filter(re.compile(pattern, re.DOTALL).fullmatch, os.listdir(folder)))
+            yield
         except PermissionError as error:
             self.denied[folder] = str(error)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        return []
 
     def paths(self, file: str) -> list[Path]:
         """The possible paths of a file: a step's is compressed once it is old."""
@@ -182,17 +331,22 @@ def lines_of(path: Path, file: str) -> Iterator[RolloutLine]:
     """Yields each complete line of a file. Raises FileNotFoundError, and CorruptFileError for a
     line that is not a rollout."""
     kind = "eval" if file.startswith(EVALS) else "pending" if file == PENDING else "train"
-    data = waiting_lines(path) if kind == "pending" else sound_rollouts(path)
-    offset = 0
+    data, offset = text_of(path), 0
     for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(keepends=True), start=1):
         try:
             line = DECODER.decode(text)
         except UNREADABLE as error:
-            fault = f"not a rollout of this version of rl: {error}"
-            raise CorruptFileError(f"{path}:{number}: {fault}") from None
+            raise CorruptFileError(
+                f"{path}:{number}: not a rollout of this version of rl: {error}"
+            ) from None
         vars(line).update(kind=kind, file=file, offset=offset, length=len(text))
         offset += len(text)
         yield line
+
+
+def text_of(path: Path) -> bytes:
+    """The lines of a file. Raises FileNotFoundError and CorruptFileError."""
+    return waiting_lines(path) if path.name == PENDING_LOG else sound_rollouts(path)
 
 
 def identity_of(path: Path) -> Identity | None:

@@ -21,13 +21,19 @@ from rl.diagnosis.rollouts import (
     parse_rollout,
     rollout_text,
 )
-from rl.records.columns import DTYPES, LOCATION, METRIC, NONE, WORDS, Columns, column_of
-from rl.records.index import RolloutIndex
+from rl.records.index import (
+    DTYPES,
+    LOCATION,
+    METRIC,
+    NONE,
+    WORDS,
+    Columns,
+    RolloutIndex,
+    column_of,
+    text_of,
+)
 from rl.run_dir.files import CorruptFileError, reading
-from rl.run_dir.paths import PENDING_LOG
 from rl.system.errors import RunError
-from rl.wire.batch_file import sound_rollouts
-from rl.wire.rollouts import waiting_lines
 
 KINDS = ("train", "pending", "eval")
 ERROR = "error"
@@ -41,7 +47,7 @@ OTHER_WAYS = "several in a list or a range, or a pair (minimum, maximum)"
 def unpacked(path: Path, _changed: int) -> bytes:
     """The text of a file that has no random access. Raises FileNotFoundError and
     CorruptFileError."""
-    return waiting_lines(path) if path.name == PENDING_LOG else sound_rollouts(path)
+    return text_of(path)
 
 
 def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
@@ -57,8 +63,9 @@ def line_at(paths: list[Path], offset: int, length: int) -> tuple[bytes, Path]:
             with reading(path), path.open("rb") as file:
                 file.seek(offset)
                 return file.read(length), path
-    why = "deleted by orchestrator.rollouts.keep_last, or moved away"
-    raise RunError(f"{paths[0]}: no longer exists: {why}")
+    raise RunError(
+        f"{paths[0]}: no longer exists: deleted by orchestrator.rollouts.keep_last, or moved away"
+    )
 
 
 class StoredRollout:

@@ -1,13 +1,18 @@
-"""One run directory, live or finished, as an object; see docs/python.md."""
+"""One run directory, live or finished, as an object: `rl.open("outputs/x")`; docs/python.md shows
+what it has.
+
+Never writes to it, and imports neither torch nor vllm. Every call reflects the files at that
+moment, and reads only what is new in them. A damaged or deleted file affects only itself: the index
+leaves it out (`run.damaged`), and a rollout whose file was deleted raises RunError when its text is
+accessed. A Run is thread-safe.
+"""
 
 import math
 import re
 import threading
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -15,6 +20,7 @@ from unittest.mock import patch
 from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
 from rl.diagnosis.problems import Problem
+from rl.diagnosis.state import read_statuses
 from rl.diagnosis.waits import Diagnosis, diagnose
 from rl.models.folder import (
     folder_here,
@@ -25,21 +31,19 @@ from rl.models.folder import (
     with_template,
 )
 from rl.records.index import RolloutIndex, cache_file, identity_of
-from rl.records.rollouts import KINDS, Rollouts, frame, is_number
-from rl.records.spans import SpanRecording
-from rl.records.timeline import Timeline, read_timeline
+from rl.records.rollouts import Rollouts, frame
+from rl.records.timeline import SpanRecording, Timeline, read_timeline
 from rl.records.tokens import BatchTokens, SampleTokens
 from rl.run_dir.checksums import REMOTE, is_delta, is_remote, readable
-from rl.run_dir.events import Event, read_events
-from rl.run_dir.files import files_in
 from rl.run_dir.logs import attempts, last_lines
-from rl.run_dir.metric_names import METRICS, OWN, meaning
+from rl.run_dir.metrics import METRICS, OWN, meaning
 from rl.run_dir.numbers import Curve, Numbers
-from rl.run_dir.origin import BranchOrigin, read_origin
-from rl.run_dir.paths import RunDir, numbered, numbers
-from rl.run_dir.status import RoleStatus, RunEnd, Staleness, read_status
+from rl.run_dir.paths import BranchOrigin, RunDir, numbered, numbers, read_origin
+from rl.run_dir.spans import Event, read_events
+from rl.run_dir.status import RoleStatus, RunEnd, Staleness
 from rl.run_dir.status import read_json as read_struct
 from rl.system.errors import RunError
+from rl.system.terminal import nearest
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -52,17 +56,13 @@ KEPT_BATCHES = 4
 """Maximum number of decoded batches in memory."""
 
 
-class UnknownMetricError(RunError):
-    """A name is neither a metric of rl nor of a run."""
-
-
 def check_metric(name: str, known: Collection[str]) -> None:
-    """Raises UnknownMetricError for a name that is neither `known` nor a metric of rl, which may
+    """Raises RunError for a name that is neither `known` nor a metric of rl, which may
     still appear."""
     if name not in known and meaning(name)[0] == OWN:
-        near = ", ".join(get_close_matches(name, {*known, *METRICS}, n=3))
+        near = nearest(name, {*known, *METRICS})
         hint = f"similar: {near}" if near else "see docs/metrics.md"
-        raise UnknownMetricError(f"{name}: there is no such metric; {hint}")
+        raise RunError(f"{name}: there is no such metric; {hint}")
 
 
 def plain(path: Path) -> Path:
@@ -93,8 +93,9 @@ class Run:
         """Opens a run. Raises RunError if there is none."""
         self.root = plain(Path(root))
         if not (self.root / "config.toml").is_file():
-            hint = "give the directory that has its config.toml"
-            raise RunError(f"{self.root}: not a run directory; {hint}")
+            raise RunError(
+                f"{self.root}: not a run directory; give the directory that has its config.toml"
+            )
         self._lock = threading.RLock()
         self.reading = threading.RLock()
         """Held while metrics or spans are read, as another thread may update them. The index of
@@ -180,8 +181,6 @@ class Run:
         "no_signal"], reward=(0.5, None)`. Raises RunError for an unknown field, environment or
         evaluation.
         """
-        if kind not in (None, *KINDS):
-            raise RunError(f"kind = {kind!r}: give {', '.join(KINDS)}")
         with self._lock:
             self._index.refresh()
             kinds = kind or ["train", "pending"]
@@ -216,8 +215,6 @@ class Run:
     def batch(self, step: int) -> BatchTokens:
         """A batch and the trainer's token log. Raises RunError if the batch does not exist (any
         more), CorruptFileError if damaged."""
-        if not isinstance(step, Integral) or step < 1:
-            raise RunError(f"step = {step!r}: give a whole number from 1")
         files = map(identity_of, (self.run_dir.batch(step), self.run_dir.tokens(step)))
         return self._batch(step, (*files,))
 
@@ -228,8 +225,9 @@ class Run:
         Raises the errors of `batch`, and RunError if there are no such samples."""
         if samples := list(self.batch(step).of(group, rollout)):
             return samples
-        which = f"group {group}, rollout {rollout} (None means any)"
-        raise RunError(f"batch {step} has no sample of {which}")
+        raise RunError(
+            f"batch {step} has no sample of group {group}, rollout {rollout} (None means any)"
+        )
 
     @cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
@@ -378,11 +376,8 @@ class Run:
         """What each process did between two times in seconds since the epoch; None: unbounded.
         Raises RunError if they are invalid."""
         first, last = -math.inf if begin is None else begin, math.inf if end is None else end
-        if not (is_number(first) and is_number(last) and first <= last):
-            raise RunError(
-                f"begin = {begin!r}, end = {end!r}: give two numbers in this order, seconds since "
-                "the epoch, or None"
-            )
+        if not first <= last:
+            raise RunError(f"begin = {begin}, end = {end}: give them in this order")
         # Before the spans: what ends in between is then in both, not in neither.
         statuses = self.status
         with self.reading:
@@ -391,9 +386,7 @@ class Run:
     @property
     def status(self) -> dict[str, RoleStatus]:
         """The last status of each process: its phase and heartbeat."""
-        paths = files_in(self.run_dir.status_dir, ".json")
-        statuses = {path.stem: read_status(path) for path in paths}
-        return {name: status for name, status in statuses.items() if status and status.pid}
+        return read_statuses(self.run_dir.status_dir)
 
     @property
     def end(self) -> RunEnd | None:
@@ -416,8 +409,6 @@ class Run:
     def log(self, process: str, attempt: int | None = None, lines: int = 100) -> list[str]:
         """The last non-empty lines of a process's log, by default of its newest attempt. Raises
         RunError if it has no log."""
-        if not isinstance(lines, Integral) or lines < 0:
-            raise RunError(f"lines = {lines!r}: give a whole number from 0")
         logs = self.logs
         paths = logs.get(process, {})
         if path := paths.get(max(paths, default=0) if attempt is None else attempt):

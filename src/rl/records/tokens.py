@@ -7,14 +7,14 @@ from itertools import accumulate
 import numpy as np
 
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.numbers import CLIPPED, LATER, MASKED, read_token_log
 from rl.run_dir.paths import RunDir
-from rl.run_dir.token_log import CLIPPED, LATER, MASKED, read_token_log
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, sound_batch
 from rl.wire.messages import TrainingSample
 
 MAX_LOG_RATIO = 10.0
-"""The trainer's clamp of log r in nats, see rl.trainer.loss.kl."""
+"""The trainer's clamp of log r in nats, see rl.trainer.loss.common."""
 
 
 class SampleTokens:
@@ -68,8 +68,10 @@ class SampleTokens:
         """The clip or a mask excluded the token in a later epoch over the batch."""
 
     def __repr__(self) -> str:
-        which = f"step {self.step}, group {self.group_id}, rollout {self.rollout_id}"
-        return f"<SampleTokens: {which}, {len(self.token_ids)} tokens>"
+        return (
+            f"<SampleTokens: step {self.step}, group {self.group_id}, rollout {self.rollout_id}, "
+            f"{len(self.token_ids)} tokens>"
+        )
 
     def columns(self) -> dict[str, np.ndarray]:
         """All values as columns, with one row per token."""
@@ -86,8 +88,9 @@ class BatchTokens:
         """Raises RunError if the batch is missing or damaged."""
         self.step, path = step, run_dir.batch(step)
         if not path.exists():
-            why = "it may have been deleted (see orchestrator.batches.keep_last)"
-            raise RunError(f"{path}: no such batch; {why}")
+            raise RunError(
+                f"{path}: no such batch; it may have been deleted (orchestrator.batches.keep_last)"
+            )
         self.samples = decode_batch(sound_batch(path), str(path)).batch.samples
         self.fault = ""
         """Why there is no token log; empty if there is one."""
@@ -98,8 +101,10 @@ class BatchTokens:
         try:
             self.log = read_token_log(log, sum(counts))
         except FileNotFoundError:
-            why = "not trained yet, deleted (trainer.token_log.max_gib), or lost in a kill"
-            self.fault = f"{log}: does not exist: {why}"
+            self.fault = (
+                f"{log}: does not exist: not trained yet, deleted (trainer.token_log.max_gib), or "
+                "lost in a kill"
+            )
         except CorruptFileError as error:
             self.fault = str(error)
 

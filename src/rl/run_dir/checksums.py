@@ -30,10 +30,20 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rl.run_dir.digests import HASH, MAX_THREADS, Digest, digest, digest_of_file, hash_each
 from rl.run_dir.files import UNREADABLE, CorruptFileError, reading
 from rl.run_dir.paths import numbered
-from rl.run_dir.safetensors import INDEX, model_files, read_header, tensor_digests
+from rl.run_dir.safetensors import (
+    HASH,
+    INDEX,
+    MAX_THREADS,
+    Digest,
+    digest,
+    digest_of_file,
+    hash_each,
+    model_files,
+    read_header,
+    tensor_digests,
+)
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
 
@@ -115,12 +125,8 @@ def is_remote(folder: Path) -> bool:
 def verify_small_files(folder: Path, content: Mapping[str, Any]) -> None:
     """Raises CorruptFileError naming the first file of a version, other than those with whole
     tensors, that does not match its digest."""
-    for name, expected in content.get("files", {}).items():
-        file = folder / name
-        if not file.is_file():
-            raise CorruptFileError(f"{file}: missing")
-        if checksum(file)[HASH] != expected:
-            raise CorruptFileError(f"{file}: damaged")
+    files = content.get("files", {}).items()
+    verify_files(folder, {name: {HASH: expected} for name, expected in files})
 
 
 def verify_files_of_tensors(folder: Path, content: Mapping[str, Any]) -> None:
@@ -244,13 +250,10 @@ class Mirror:
 
     def _make_room(self, size: int) -> None:
         if size - self.size > (free := memory_bytes()[1]):
-            lacks = f"{size / 2**30:.1f} GiB of memory are needed, {free / 2**30:.1f} GiB are free"
-            remedy = (
-                "free memory, or move the versions with a delta.json away: a resume makes those "
-                "since its checkpoint again"
-            )
             raise RunError(
-                f"delta versions cannot be read: {lacks}; {remedy}. With "
+                f"delta versions cannot be read: {size / 2**30:.1f} GiB of memory are needed, "
+                f"{free / 2**30:.1f} GiB are free; free memory, or move the versions with a "
+                "delta.json away: a resume makes those since its checkpoint again. With "
                 "trainer.weights.anchor_every = 1 all are whole"
             )
         if self.fd < 0:
@@ -324,17 +327,16 @@ def verify_files(
     if len(functions) == 1 and HASH not in functions:
         raise newer(folder / MANIFEST, functions.pop())
 
-    def verified(name: str) -> str:
+    def verify(name: str) -> None:
         file, expected = folder / name, checksums[name]
         if not file.is_file():
             raise CorruptFileError(f"{file}: missing")
         # Size first: a sparse file may have terabytes.
-        is_size = file.stat().st_size == expected.get("size")
-        if not is_size or (sums := checksum(file)) != expected:
+        size = file.stat().st_size
+        if size != expected.get("size", size) or checksum(file)[HASH] != expected.get(HASH):
             raise CorruptFileError(f"{file}: damaged")
-        return sums[HASH]
 
-    hash_each(verified, [*checksums][rank::ranks])
+    hash_each(verify, [*checksums][rank::ranks])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ without fsync, because a heartbeat is worthless after a power cut; `rl doctor` m
 
 import contextlib
 import errno
+import glob
 import hashlib
 import itertools
 import os
@@ -118,14 +119,14 @@ def make_directory(path: Path) -> None:
         fsync_path(folder.parent)
 
 
-def write_all(fd: int, data: Data, kind: str) -> None:
+def write_all(fd: int, data: Data, path: Path) -> None:
     """Writes all of `data`, in a single call if the kernel accepts that, so that lines of
-    several processes do not mix."""
-    faults.point(f"{kind}.write")
+    several processes do not mix. path: that of the file, or the one that it will have."""
+    faults.point("write", path)
     rest = memoryview(data)
     if faults.plan is not None:
         rest = rest[os.write(fd, rest[: len(rest) // 2]) :]
-        faults.point(f"{kind}.torn")
+        faults.point("torn", path)
     while rest:
         rest = rest[os.write(fd, rest) :]
 
@@ -133,6 +134,15 @@ def write_all(fd: int, data: Data, kind: str) -> None:
 def with_path(error: OSError, path: Path) -> OSError:
     """Returns the same error with the path, which the error of a full disk lacks."""
     return OSError(error.errno, error.strerror, str(path))
+
+
+def matching(pattern: str) -> list[Path]:
+    """Returns the files that a pattern names, sorted; a folder that exists is taken by its name,
+    also if that has signs of patterns."""
+    path = Path(os.path.expanduser(pattern))
+    known = next(filter(os.path.exists, (path, *path.parents)))
+    literal = glob.escape(str(known))
+    return sorted(map(Path, glob.glob(os.path.join(literal, *path.relative_to(known).parts))))
 
 
 def temporary_name(path: Path) -> Path:
@@ -159,26 +169,25 @@ def write_file(
     fsyncs to `make_durable`; before that has returned, a power cut may leave anything under the
     name.
     """
-    kind = faults.kind_of(path)
     temporary = temporary_name(path)
     try:
         make_directory(path.parent)
         with open(
             os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb", buffering=0
         ) as file:
-            write_all(file.fileno(), data, kind)
+            write_all(file.fileno(), data, path)
             if durable:
-                faults.point(f"{kind}.fsync")
+                faults.point("fsync", path)
                 os.fsync(file.fileno())
         if fence:
             fence()
-        faults.point(f"{kind}.rename")
+        faults.point("rename", path)
         if new:
             give_name(temporary, path)
         else:
             temporary.rename(path)
         if durable:
-            fsync_name(path, kind)
+            fsync_name(path)
     except (OSError, RunError) as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -205,7 +214,7 @@ def give_name(temporary: Path, path: Path) -> None:
         # if it is: NFS lost the reply to the first attempt and repeated it
         elif not is_same_file(temporary, path):
             raise TakenError(path) from None
-    faults.point(f"{faults.kind_of(path)}.linked")
+    faults.point("linked", path)
     temporary.unlink(missing_ok=True)
 
 
@@ -284,15 +293,14 @@ class LineReader:
 def append_file(path: Path, data: Data) -> None:
     """Appends `data` durably. An error leaves the file unchanged; a killed process may leave
     part of `data`, which readers must detect."""
-    kind = faults.kind_of(path)
     new = not path.exists()
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(fd).st_size
             try:
-                write_all(fd, data, kind)
-                faults.point(f"{kind}.fsync")
+                write_all(fd, data, path)
+                faults.point("fsync", path)
                 os.fsync(fd)
             except OSError:
                 with contextlib.suppress(OSError):
@@ -304,7 +312,7 @@ def append_file(path: Path, data: Data) -> None:
             fsync_path(path.parent)
     except OSError as error:
         raise with_path(error, path) from None
-    faults.point(f"{kind}.done")
+    faults.point("done", path)
 
 
 def write_directory(
@@ -320,12 +328,11 @@ def write_directory(
 
     new, fence, durable: see `write_file`.
     """
-    kind = faults.kind_of(path)
     make_directory(path.parent)
     temporary = temporary_name(path)
     temporary.mkdir()
     try:
-        faults.point(f"{kind}.fill")
+        faults.point("fill", path)
         fill(temporary)
         commit_directory(temporary, path, new=new, fence=fence, durable=durable)
     except (OSError, RunError):
@@ -345,13 +352,12 @@ def commit_directory(
 
     new, fence, durable: see `write_file`.
     """
-    kind = faults.kind_of(path)
     share(temporary)
     if durable:
-        fsync_tree(temporary, kind)
+        fsync_tree(temporary, path)
     if fence:
         fence()
-    faults.point(f"{kind}.rename")
+    faults.point("rename", path)
     if new or not path.exists():
         give_name(temporary, path)
     else:
@@ -359,37 +365,36 @@ def commit_directory(
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
         try:
-            faults.point(f"{kind}.replaced")
+            faults.point("replaced", path)
             temporary.rename(path)
         except OSError:
             old.rename(path)
             raise
         old.rename(temporary)
     if durable:
-        fsync_name(path, kind)
+        fsync_name(path)
     shutil.rmtree(temporary, ignore_errors=True)  # the replaced directory
 
 
-def fsync_tree(path: Path, kind: str) -> None:
-    """Fsyncs a file, or a directory with its contents."""
-    for file in [*path.rglob("*"), path]:
-        faults.point(f"{kind}.fsync")
+def fsync_tree(tree: Path, path: Path) -> None:
+    """Fsyncs a file, or a directory with its contents. path: the name that it has or will have."""
+    for file in [*tree.rglob("*"), tree]:
+        faults.point("fsync", path)
         fsync_path(file)
 
 
-def fsync_name(path: Path, kind: str) -> None:
+def fsync_name(path: Path) -> None:
     """Fsyncs the directory that contains `path`, the last step of every write."""
-    faults.point(f"{kind}.fsync_dir")
+    faults.point("fsync_dir", path)
     fsync_path(path.parent)
-    faults.point(f"{kind}.done")
+    faults.point("done", path)
 
 
 def make_durable(path: Path) -> None:
     """Does the fsyncs that `write_file` and `write_directory` skip without `durable`. After it
     returns, `path` survives a power cut."""
-    kind = faults.kind_of(path)
-    fsync_tree(path, kind)
-    fsync_name(path, kind)
+    fsync_tree(path, path)
+    fsync_name(path)
 
 
 def share(folder: Path) -> None:
@@ -406,11 +411,10 @@ def share(folder: Path) -> None:
 
 def remove_directory(path: Path) -> None:
     """Deletes a directory so that a half-deleted one is never found under its final name."""
-    kind = faults.kind_of(path)
-    faults.point(f"{kind}.remove")
+    faults.point("remove", path)
     with contextlib.suppress(FileNotFoundError):
         doomed = set_aside(path)
-        faults.point(f"{kind}.removed")
+        faults.point("removed", path)
         shutil.rmtree(doomed, ignore_errors=True)
 
 

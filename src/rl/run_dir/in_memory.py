@@ -51,7 +51,7 @@ class InMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 class OverNetwork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """The address of rank 0's index of a version in memory. The index begins with the version's
     mark, which is gone before any rank changes a byte of the version; JSON follows (see
-    `rl.trainer.store.registered`)."""
+    `rl.trainer.store.publisher`)."""
 
     place: Annotated[str, msgspec.Meta(max_length=64)]
     """Scope of process ids (`rl.system.linux.pid_scope`) within which the memory can be read;

@@ -49,8 +49,6 @@ then finds the next name taken."""
 POLL_S = 0.1
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of flock on a file system without locks."""
-SERVER_FILE = re.compile(r"(inference-.+?)(?:\.[0-9]{6,}\.lease|\.json|\.lock)")
-"""Files of a further inference server in status/."""
 GONE = (errno.ENOENT, errno.ESTALE)
 
 
@@ -225,8 +223,7 @@ class LeaseAttempt:
     """An attempt to take a role that another process may hold."""
 
     def __init__(self, lock: Path):
-        self.lock = lock
-        self._open()
+        self.lock, self.fd = lock, os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         self.owner: LockOwner | None = None
         """Holder of the lease, if it was seen."""
         self.leases = Staleness()
@@ -234,9 +231,6 @@ class LeaseAttempt:
         otherwise."""
         self.undecided = False
         """Whether a lease is being watched that has not changed so far."""
-
-    def _open(self) -> None:
-        self.fd = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o644)
 
     def take(self) -> Lease | None:
         """Returns the lease, or None if the role is taken or may be. Call it repeatedly."""
@@ -250,10 +244,6 @@ class LeaseAttempt:
             if error.errno not in NO_LOCKS:
                 raise
             locks = False
-        if not self._has_name():
-            self.close()
-            self._open()
-            return None
         lease = self._next_lease(locks)
         if lease is None and locks:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
@@ -261,16 +251,6 @@ class LeaseAttempt:
 
     def close(self) -> None:
         os.close(self.fd)
-
-    def _has_name(self) -> bool:
-        """Returns whether the open file still has its name: `forget_dead_servers` deletes locks,
-        and a deleted one excludes nobody."""
-        try:
-            return os.path.samestat(os.fstat(self.fd), os.stat(self.lock))
-        except OSError as error:
-            if error.errno not in GONE:
-                raise
-            return False
 
     def _next_lease(self, locks: bool) -> Lease | None:
         newest, content = newest_lease(self.lock), msgspec.json.encode(this_process())
@@ -322,27 +302,19 @@ def declare_lost(lease: Path) -> None:
 
 
 def forget_dead_servers(status_dir: Path) -> None:
-    """Deletes the files of further inference servers that have ended, which are those whose role
+    """Deletes the statuses of further inference servers that have ended, which are those whose role
     nobody holds.
 
-    Includes lock and leases: only a server that has bound the port in its name takes them. For
-    holders on other hosts, where only time shows whether they are alive, it waits up to LEASE_S for
-    all of them together.
+    For holders on other hosts, where only time shows whether they are alive, it waits up to LEASE_S
+    for all of them together.
     """
-    names = {
-        match[1]
-        for path in status_dir.glob("inference-*.*")
-        if (match := SERVER_FILE.fullmatch(path.name))
-    }
-    attempts = [LeaseAttempt(status_dir / f"{name}.lock") for name in sorted(names)]
+    statuses = sorted(status_dir.glob("inference-*.json"))
+    attempts = [LeaseAttempt(path.with_suffix(".lock")) for path in statuses]
     while attempts:
         undecided = []
         for attempt in attempts:
             if lease := attempt.take():
-                numbers = lease_numbers(attempt.lock)
-                leases = [lease_path(attempt.lock, number) for number in numbers]
-                for path in (attempt.lock.with_suffix(".json"), *leases, attempt.lock):
-                    path.unlink(missing_ok=True)
+                attempt.lock.with_suffix(".json").unlink(missing_ok=True)
                 lease.close()
             elif attempt.undecided:
                 undecided.append(attempt)

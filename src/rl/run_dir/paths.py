@@ -1,16 +1,21 @@
-"""Names of all files and directories of a run. Anything under its final name is complete,
-because it was renamed to it."""
+"""Names of all files and directories of a run, where the run began, and which of its numbered
+entries stay on disk. Anything under its final name is complete, because it was renamed to it."""
 
 import itertools
 import os
 import re
 import shutil
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
-from rl.run_dir.files import move, write_file
+import msgspec
+
+from rl.run_dir.files import UNREADABLE, LineReader, move, remove_directory, write_file
 from rl.run_dir.metrics import cut_metrics, sources_dir
 from rl.system import faults
+from rl.system.errors import RunError
 
 PENDING_LOG = "pending.log"
 
@@ -73,7 +78,7 @@ class RunDir:
         self.changes = root / "changes.jsonl"
         """Settings that resumes changed, one JSON object per line: time, step, key, old, new."""
         self.origin = root / "origin.json"
-        """Where a branch was made from: an origin.Origin."""
+        """Where a branch was made from: a BranchOrigin."""
         self.named_files = root / "named_files.json"
         """Digests of the files that settings name, by key."""
         self.wandb = root / "wandb.json"
@@ -129,7 +134,7 @@ class RunDir:
         return self.digests_dir / f"{policy_version:06d}.json"
 
     def tokens(self, step: int) -> Path:
-        """Values that the trainer computed at each token of a batch, see rl.run_dir.token_log."""
+        """Values that the trainer computed at each token of a batch, see rl.run_dir.numbers."""
         return self.tokens_dir / f"{step:06d}.safetensors"
 
     def rollouts(self, step: int) -> Path:
@@ -239,3 +244,123 @@ class RunDir:
         if lines:
             write_file(away / "metrics.jsonl", b"".join(lines))
         return away if later or lines else None
+
+
+# Where a run began --------------------------------------------------------------------------------
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A setting that differs from the original run. Both values are written as Python shows
+    them, because JSON has no infinity; None means not set."""
+
+    key: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old} -> {self.new}"
+
+
+class BranchOrigin(msgspec.Struct, frozen=True):
+    """The content of origin.json: the run and step that a branch was made from. A branch begins
+    after that step; an ordinary run has no such file."""
+
+    run: str
+    """Directory of the original run at that time. For people only: no file of it is needed."""
+    step: int
+    time: float
+    changes: list[Change]
+
+    def __str__(self) -> str:
+        return f"branch of {self.run} at step {self.step}"
+
+
+def read_origin(run_dir: RunDir) -> BranchOrigin | None:
+    """Reads where a run was branched; None for a run that begins at the base model. Raises
+    RunError if the file is damaged."""
+    try:
+        return msgspec.json.decode(run_dir.origin.read_bytes(), type=BranchOrigin)
+    except FileNotFoundError:
+        return None
+    except (OSError, *UNREADABLE) as error:
+        raise RunError(
+            f"{run_dir.origin}: damaged ({error}); the run's first step is unknown: branch it again"
+        ) from None
+
+
+class Changed(msgspec.Struct, frozen=True):
+    """A line of changes.jsonl: a setting that a resume changed, and the step after which it did."""
+
+    step: int
+    key: str
+    old: Any
+    new: Any
+
+
+def changes_of(run_dir: RunDir) -> list[Changed]:
+    """Returns the settings that resumes changed. Skips damaged lines, such as the one during
+    which the writer was killed."""
+    return list(LineReader(run_dir.changes).decoded(msgspec.json.Decoder(Changed)))
+
+
+def first_step(run_dir: RunDir) -> int:
+    """Returns the step after which a run begins: 0, or the step of its origin."""
+    origin = read_origin(run_dir)
+    return origin.step if origin else 0
+
+
+# What stays ---------------------------------------------------------------------------------------
+
+
+NEVER = 2**62
+
+
+class Retention:
+    """Deletes old batches, rollouts, checkpoints or policy versions. Lists their directory only
+    once: the one process that adds entries reports each.
+
+    Keeps the newest `keep_last` (None: all), multiples of `keep_every`, those that the caller
+    needs, and what any of these continues.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        suffixes: Collection[str],
+        keep_last: int | None,
+        keep_every: int | None,
+    ):
+        """`suffixes`: suffixes of the files or directories that make up one entry."""
+        self.directory, self.suffixes = directory, suffixes
+        self.keep_last, self.keep_every = keep_last, keep_every
+        self.known: set[int] | None = None
+        """Numbers of the entries, but for older ones that stay for ever; None before the directory
+        was listed."""
+        self.continues: Callable[[int], bool] = lambda number: False
+        """Whether there is an entry `number` that is of no use without the one before."""
+
+    def delete_old(
+        self, added: int, needed: Collection[int] = (), needed_from: int = NEVER
+    ) -> None:
+        """Deletes old entries, newest first, now that `added` exists; keeps those in `needed`
+        and all from `needed_from` on."""
+        if self.keep_last is None:
+            return
+        if self.known is None:
+            listed = [numbers(self.directory, suffix) for suffix in self.suffixes]
+            self.known = set().union(*listed)
+        self.known.add(added)
+        for number in sorted(self.known, reverse=True)[self.keep_last :]:
+            if self.keep_every and number % self.keep_every == 0:
+                self.known.remove(number)
+            elif not (number in needed or number >= needed_from or self.continues(number + 1)):
+                self.known.remove(number)
+                self._delete(number)
+
+    def _delete(self, number: int) -> None:
+        for suffix in self.suffixes:
+            path = self.directory / f"{number:06d}{suffix}"
+            if path.is_dir():
+                remove_directory(path)
+            else:
+                path.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ shown; no program parses that.
 
 import contextlib
 import itertools
-import math
 import os
 import socket
 import stat
@@ -119,13 +118,13 @@ class RunWarning(msgspec.Struct, frozen=True):
     """A warning to the user about an environment or the run's files."""
 
     about: Literal[
-        "failed", "died", "lost", "renamed", "damaged", "inexact", "recorded", "template", "service"
+        "failed", "died", "lost", "renamed", "inexact", "recorded", "template", "service", "unused"
     ]
     """Of an environment: first rollouts that failed for good, first death of a worker, its loss,
-    metrics whose names collide with ours. Of files: one that does not hold what was written, a
-    version that differed when it was trained again. Of recorded rollouts: something that they
-    lack. Of the model: a chat template without a beginning or an end of answers. Of a service
-    with the Tinker API: an answer that it owes."""
+    metrics whose names collide with ours. Of files: a version that differed when it was trained
+    again. Of recorded rollouts: something that they
+    lack. Of the model: a chat template without a beginning or an end of answers, tensors that are
+    not used. Of a service with the Tinker API: an answer that it owes."""
     env: str
     """Empty for warnings about anything else."""
     text: str
@@ -227,7 +226,7 @@ class Status:
         must not wait for the disk."""
         self.entered = time.monotonic()
         """Time at which the current phase began."""
-        self.fenced, self.looked = False, -math.inf
+        self.fenced = False
         self.gauges: dict[str, int] = {}
         """Field of RoleStatus -> value, written at every heartbeat; see `follow`."""
         self.enter(Phase.STARTING)
@@ -294,11 +293,9 @@ class Status:
 
     def _is_fenced(self) -> bool:
         """Returns whether this machine of a cluster was declared lost: its processes write
-        nothing any more. Looks once a heartbeat."""
-        now = time.monotonic()
-        if MACHINE_LEASE in os.environ and now >= self.looked + HEARTBEAT_S:
-            self.looked = now
-            self.fenced = is_over(self.path.parent / os.environ[MACHINE_LEASE])
+        nothing any more."""
+        if lease := os.environ.get(MACHINE_LEASE):
+            self.fenced = is_over(self.path.parent / lease)
         return self.fenced
 
     def _note_phase(self) -> None:

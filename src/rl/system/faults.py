@@ -100,10 +100,11 @@ def plan_of_environment() -> FaultPlan | None:
 plan = plan_of_environment()
 
 
-def point(name: str) -> None:
-    """Marks a place where a test can kill the process."""
+def point(name: str, path: Path | None = None) -> None:
+    """Marks a place where a test can kill the process. path: the file that is being written, whose
+    kind comes before the name."""
     if plan is not None:
-        plan.reach(name)
+        plan.reach(f"{kind_of(path)}.{name}" if path else name)
 
 
 def kind_of(path: Path) -> str:

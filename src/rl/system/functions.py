@@ -213,8 +213,10 @@ class UserFunction:
         try:
             result, error = answers.get(timeout=deadline_s)
         except queue.Empty:
-            remedy = "make it faster, or check what it waits for"
-            raise self.wrong(f"did not return within {deadline_s:g} s", remedy) from None
+            raise self.wrong(
+                f"did not return within {deadline_s:g} s",
+                "make it faster, or check what it waits for",
+            ) from None
         if error:
             raise error
         return result

@@ -59,7 +59,7 @@ def check_writable(row: dict[str, Any], where: str) -> None:
         try:
             json.dumps([column, value], ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            half = f"\\u{ord(error.object[error.start]):04x}"
             raise RunError(
-                f"{where}: {column}: {half} is half of a character and cannot be written; remove it"
+                f"{where}: {column}: \\u{ord(error.object[error.start]):04x} is half of a "
+                "character and cannot be written; remove it"
             ) from None

@@ -69,11 +69,18 @@ def bind(host: str, port: int, setting: str, wait_s: float = PORT_WAIT_S) -> soc
                         f"{setting} = {port} on {host}: {error.strerror}; choose another, or "
                         "0 for a free one"
                     ) from None
-                remedy = "give an address of this machine, or 0.0.0.0 for all of them"
                 raise RunError(
-                    f"{setting.replace('port', 'host')} = {host}: {error.strerror}; {remedy}"
+                    f"{setting.replace('port', 'host')} = {host}: {error.strerror}; give an "
+                    "address of this machine, or 0.0.0.0 for all of them"
                 ) from None
         time.sleep(0.2)
+
+
+def listen_everywhere() -> socket.socket:
+    """Returns a socket that listens at a free port of all interfaces, over IPv6 as over IPv4."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=both)
 
 
 def socket_base(room: int) -> str:

@@ -8,7 +8,7 @@ Imports are most of a start (6 of 9 s for the trainer, 9 of 12 s for inference).
 fork(2) saves that time and shares its memory until one side writes. The copy is made before the
 role opens files, starts threads or touches a GPU, none of which survives a fork. It is a child of
 `rl` in its own session, bears the run's marker, and ends with `rl`. The next attempt is a cold
-start if there is no copy, or if the attempt made from one died without progress.
+start if there is no copy, or if two attempts in a row died without progress.
 
 The same applies to the orchestrator and the workers of an environment in place of `rl` and a role.
 The process that starts such roles must adopt orphans (`linux.adopt_orphans`).

@@ -85,9 +85,10 @@ def size(num_bytes: float) -> str:
     return f"{digits(num_bytes)} {UNITS[unit]}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns the known word that `word` may be a misspelling of; empty if there is none."""
-    return next(iter(get_close_matches(word, [*known], n=1)), "")
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns the known word that `word` may be a misspelling of; empty if none has at least the
+    similarity `cutoff` (difflib's ratio)."""
+    return next(iter(get_close_matches(word, [*known], 1, cutoff)), "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -19,11 +19,10 @@ from starlette.routing import Route
 from rl.run_dir.checksums import DIGESTS
 from rl.run_dir.files import UNREADABLE, CorruptFileError
 from rl.tinker.codec import MESSAGE
-from rl.tinker.http import DOWNLOADS, JSON, problem, reply, signature
 from rl.tinker.listing import Listing, when
-from rl.tinker.log import CallAnswer
-from rl.tinker.openai import OpenAi
 from rl.tinker.requests import (
+    DOWNLOADS,
+    JSON,
     CreateModel,
     CreateSamplingSession,
     CreateSession,
@@ -33,9 +32,20 @@ from rl.tinker.requests import (
     Sample,
     WithSeq,
     decode,
+    problem,
+    reply,
+    signature,
 )
-from rl.tinker.sampling import MOST_WAITING, SamplingSessions
-from rl.tinker.storage import EXTERNAL, MODEL_ID, NOT_FOUND, Storage, tinker_path, write_json
+from rl.tinker.sampling import MOST_WAITING, OpenAi, SamplingSessions
+from rl.tinker.storage import (
+    EXTERNAL,
+    MODEL_ID,
+    NOT_FOUND,
+    CallAnswer,
+    Storage,
+    tinker_path,
+    write_json,
+)
 from rl.tinker.training import Training
 from rl.wire.training_calls import CallError
 

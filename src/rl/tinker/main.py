@@ -14,7 +14,7 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Status
 from rl.tinker import replay as replaying
 from rl.tinker.app import TinkerApi, make_app
-from rl.tinker.http import KeyGate
+from rl.tinker.requests import KeyGate
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.storage import Storage
 from rl.tinker.training import Training

@@ -9,9 +9,8 @@ from rl.run_dir.checksums import first_difference, read_digests
 from rl.run_dir.files import CorruptFileError, remove_directory
 from rl.run_dir.paths import RunDir
 from rl.system.errors import GIVE_UP, RunError
-from rl.tinker.log import CallLog
 from rl.tinker.requests import LoadWeights, decode
-from rl.tinker.storage import PATH, Storage
+from rl.tinker.storage import PATH, CallLog, Storage
 from rl.tinker.training import FAILED, MAKING, Training, encoded, was_left_out
 from rl.wire.training_calls import CallError
 

@@ -1,14 +1,24 @@
-"""The JSON requests of the Tinker API (tinker 0.38), as far as this server reads them. Fields
-that it does not know are ignored, except those that would change a result: they are here with the
-only value that is not refused."""
+"""Requests to the server of the Tinker API: what their JSON holds (tinker 0.38), how they are let
+in, and how answers look to the SDK. An error's status decides its class, 408 means "ask again".
 
+Fields that the server does not know are ignored, except those that would change a result: they are
+here with the only value that is not refused.
+"""
+
+import hmac
 import json
+import time
 from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import parse_qs
 
 import msgspec
 from msgspec import Meta, Struct
+from starlette.responses import Response
+from starlette.types import ASGIApp, Scope
 
+from rl.run_dir.access_token import derived
 from rl.run_dir.files import UNREADABLE
+from rl.wire.serving import CLOSE, HttpGate, header
 from rl.wire.training_calls import CallError
 
 T = TypeVar("T")
@@ -27,11 +37,8 @@ Ttl = Annotated[int, Meta(ge=1, le=315_360_000)] | None
 class CreateSession(Struct):
     """A client that begins; its models and sampling sessions belong to it."""
 
-    tags: list[str] = []
     user_metadata: Metadata = None
-    sdk_version: str = ""
     display_name: str | None = None
-    project_id: str | None = None
 
 
 class AdapterConfig(Struct):
@@ -39,7 +46,6 @@ class AdapterConfig(Struct):
 
     rank: int = 32
     seed: int | None = None
-    train_unembed: bool = True
     train_mlp: Literal[True] = True
     train_attn: Literal[True] = True
 
@@ -226,3 +232,66 @@ def decode(body: bytes, kind: type[T]) -> T:
         return msgspec.convert(json.loads(body), type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise CallError(f"not a {getattr(kind, '__name__', kind)}: {error}") from None
+
+
+KEY_PREFIX = "tml-"
+"""With which the SDK wants its keys to begin."""
+DOWNLOADS = "/files/"
+"""Beginning of the paths that a signed address may read."""
+JSON = "application/json"
+
+
+def reply(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type=JSON)
+
+
+def problem(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """Returns an error: 400 BadRequestError, 401 AuthenticationError, 403 PermissionDeniedError,
+    404 NotFoundError."""
+    return Response(msgspec.json.encode({"detail": message}), status, headers, media_type=JSON)
+
+
+def signature(secret: str, path: str, expires: int) -> str:
+    """Returns the text with which an address may be read without the key, until `expires`
+    (seconds since the epoch)."""
+    return derived(secret, f"download {path} {expires}")
+
+
+class KeyGate(HttpGate):
+    """The gate in front of all routes: a key in `X-API-Key`, or as OpenAI's clients send it, or
+    an address that is signed."""
+
+    max_body_bytes = 256 << 20
+    """The SDK sends data in parts of 5 MB, but a larger datum whole: 8,192 tokens with 256
+    targets each have 25 MB."""
+
+    def __init__(self, app: ASGIApp, token: str, secret: str, loopback: bool):
+        """`secret`: what addresses are signed with; not the key, at which whoever has an address
+        could guess."""
+        super().__init__(app, token, loopback)
+        self.secret = secret
+
+    def is_token(self, value: bytes) -> bool:
+        return super().is_token(value.removeprefix(KEY_PREFIX.encode()))
+
+    def is_signed(self, scope: Scope) -> bool:
+        """Returns whether a request has a signature for its path that has not expired."""
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        expires, signed = (query.get(key, [""])[0] for key in ("expires", "signature"))
+        if not expires.isdecimal() or len(expires) > 12 or int(expires) < time.time():
+            return False
+        expected = signature(self.secret, scope["path"], int(expires))
+        return hmac.compare_digest(signed.encode(), expected.encode())
+
+    def refuse(self, scope: Scope) -> Response | None:
+        if header(scope, b"origin"):
+            message = "this server answers programs, not web pages: send no Origin header"
+            return problem(403, message, CLOSE)
+        if self.foreign_host(scope):
+            message = "this server is bound to loopback: ask for localhost or 127.0.0.1 in the Host"
+            return problem(403, f"{message} header", CLOSE)
+        is_signed = scope["path"].startswith(DOWNLOADS) and self.is_signed(scope)
+        if is_signed or self.shows_token(scope):
+            return None
+        message = "wrong key: set TINKER_API_KEY to the one that `rl serve` prints"
+        return problem(401, message, CLOSE)

@@ -27,7 +27,6 @@ from rl.run_dir.paths import numbered
 from rl.system import faults
 from rl.system.errors import RESTART, RunError
 from rl.tinker import codec
-from rl.tinker.log import CallAnswer, CallLog, ClientCall
 from rl.tinker.requests import (
     CreateModel,
     LoadWeights,
@@ -41,6 +40,9 @@ from rl.tinker.storage import (
     EXTERNAL,
     SAMPLER,
     TRAINING,
+    CallAnswer,
+    CallLog,
+    ClientCall,
     Storage,
     new_saved,
     tinker_path,

@@ -18,8 +18,8 @@ from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES
 from rl.trainer.parallel.loading import load_rows
 from rl.trainer.store import checkpoint
-from rl.trainer.store.layout import dtype_of
-from rl.trainer.store.space import require_space, write_tensors
+from rl.trainer.store.checkpoint import require_space, write_tensors
+from rl.trainer.store.image import dtype_of
 from rl.trainer.store.versions import copy_small_files, write_config
 
 

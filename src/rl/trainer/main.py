@@ -3,7 +3,6 @@ without torchrun, the only rank."""
 
 import contextlib
 import importlib
-import json
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from typing import NoReturn
 from rl.config.command_line import load_config_or_exit, to_toml
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
-from rl.models.folder import resolve_model
+from rl.models.folder import read_json, resolve_model
 from rl.run_dir import spans
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.lease import ROLE_WAIT_S, check_fence, hold_role
@@ -25,10 +24,9 @@ from rl.run_dir.status import MACHINE_LEASE, Phase, Status, is_over
 from rl.system.errors import CANNOT_WRITE, GIVE_UP, WRONG_SETTINGS, RunError
 from rl.system.linux import LAUNCHER, end_with_parent
 from rl.system.prefork import leave
-from rl.trainer.departure import LEFT, Departure, grace_s
-from rl.trainer.parallel.lost import naming_lost_ranks, status_name
+from rl.trainer.departure import LEFT, Departure, grace_s, naming_lost_ranks, status_name
 
-SLOW_IMPORTS = "torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.start"
+SLOW_IMPORTS = "torch.distributed.checkpoint", "torch.distributed.fsdp", "rl.trainer.train"
 
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 """Environment variables with which users configure torch's GPU allocator; torch reads them at
@@ -71,19 +69,9 @@ def preload(config: RLConfig) -> None:
     """Imports the modules that `run` will need, and does nothing else."""
     for module in SLOW_IMPORTS:
         importlib.import_module(module)
-    with contextlib.suppress(
-        RunError,
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ImportError,
-        RuntimeError,
-    ):
-        # `run` will report any of these errors.
-        folder = resolve_model(config.model, needs_template=config.plays)
-        kind = json.loads((Path(folder) / "config.json").read_bytes())["model_type"]
+    with contextlib.suppress(RunError, OSError, ImportError):  # `run` will report them
+        folder = Path(resolve_model(config.model, needs_template=config.plays))
+        kind = read_json(folder / "config.json").get("model_type")
         importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
 
@@ -104,12 +92,10 @@ def run(config: RLConfig, rank: int, departure: Departure) -> int:
     from torch.distributed import destroy_process_group
     from transformers.utils.logging import disable_progress_bar
 
-    from rl.trainer.data.fake import summary
-    from rl.trainer.measure.memory import keep_to_share
-    from rl.trainer.parallel.rendezvous import START_TIMEOUT_S
-    from rl.trainer.parallel.world import check_nodes, start_world
-    from rl.trainer.start import start
-    from rl.trainer.train import WRITING, train
+    from rl.trainer.data.batch_sources import summary
+    from rl.trainer.measure.performance import keep_to_share
+    from rl.trainer.parallel.world import START_TIMEOUT_S, check_nodes, start_world
+    from rl.trainer.train import WRITING, start, train
 
     disable_progress_bar()
     if os.environ.get("WORLD_SIZE", "1") != "1":

@@ -1,7 +1,6 @@
 """AdamW, its steps, and the gradient norm."""
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +13,6 @@ from torch.optim.adamw import adamw
 
 from rl.config.trainer import OptimConfig
 from rl.system.errors import RESTART, RunError
-from rl.system.machine import memory_bytes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -85,8 +83,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     it before the first step.
 
     Only what `decays` names has weight decay. It is always the fused version, because the unfused
-    one differs in the last bit. Raises RunError if offloading is set without GPUs, or without
-    enough memory for it.
+    one differs in the last bit. Raises RunError if offloading is set without GPUs.
     """
     matrices = {
         parameter: decays(module, name, parameter)
@@ -106,7 +103,6 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
                 "trainer.optim.offload moves the optimizer's state from GPU to CPU memory; "
                 "without a GPU leave it false"
             )
-        require_host_memory(parameters)
         kind, memory = OffloadedAdamW, {"device": "cpu", "pin_memory": True}
     optimizer = kind(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
     for parameter in parameters:
@@ -114,19 +110,6 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         moments = {name: torch.zeros_like(parameter, **memory) for name in MOMENTS}
         optimizer.state[parameter] = {"step": step} | moments
     return optimizer
-
-
-def require_host_memory(parameters: Iterable[Tensor]) -> None:
-    """Raises RunError if the moments of all ranks of this machine do not fit into its memory; a
-    rank would be killed without a message."""
-    ranks, total = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), memory_bytes()[0]
-    needed = ranks * sum(2 * local(parameter).nbytes for parameter in parameters)
-    if needed > total:
-        raise RunError(
-            f"trainer.optim.offload takes {needed / 2**30:.1f} GiB for the moments of "
-            f"{ranks} rank(s), but this machine has "
-            f"{total / 2**30:.1f} GiB: set it to false, or shard the model over more machines"
-        )
 
 
 def gradient_norm(parameters: Iterable[Tensor]) -> float:

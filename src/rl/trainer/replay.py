@@ -2,7 +2,7 @@
 being written."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from rl.trainer.determinism import differing_conditions
 from rl.trainer.parallel.world import World, ranks_without
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.ranks import RankThreads
 from rl.trainer.store.saver import Saver
+from rl.trainer.store.threads import RankThreads
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.transport import Wait
 
@@ -135,7 +135,7 @@ class StateComparer(Saver):
         self.newest_started = step
         return bool(self.world.broadcast_int(self.replayed.checkpoint(step).is_dir()))
 
-    def save(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> None:
+    def copy(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> Callable[[], None]:
         path = self.replayed.checkpoint(step)
         fault = checkpoint.fault_of(path, self.world)
         names = [] if fault else checkpoint.differing(path, model, optimizer, self.world)
@@ -143,3 +143,4 @@ class StateComparer(Saver):
         if self.world.is_main:
             line = {"checkpoint": step, "tensor": next(iter(names), None), "ranks": ranks}
             record(self.run_dir.root, line | {"fault": fault or None})
+        return lambda: None  # nothing is written

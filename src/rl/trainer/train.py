@@ -1,6 +1,9 @@
-"""The training loop. `Trainer` holds one rank's objects and does the work before and after a step;
-`start.py` makes it. `train` runs all steps, and `train_step` trains one batch."""
+"""The training loop, and what it needs. `start` builds the live objects of a rank from its
+configuration and the newest checkpoint. `Trainer` holds them, and does the work before and after a
+step. `train` runs all steps, and `train_step` trains one batch.
+"""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -11,36 +14,59 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rl.config.loss import CustomConfig
 from rl.config.run import RLConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.folder import weights_digest
+from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.status import Phase, Status
+from rl.run_dir.paths import RunDir, read_origin
+from rl.run_dir.status import Phase, RunWarning, Status
 from rl.system.errors import RunError
 from rl.trainer import determinism
-from rl.trainer.data.fake import text_of
+from rl.trainer.data.batch_sources import (
+    BatchSource,
+    FakeBatches,
+    FromExamples,
+    FromLog,
+    FromOrchestrator,
+    Prefetch,
+    Skipped,
+    prepare,
+    quarantined_steps,
+    text_of,
+    validate,
+)
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.data.minibatches import compares_with_old
-from rl.trainer.data.packing import Packed
-from rl.trainer.data.prefetch import Prefetch, Skipped
+from rl.trainer.data.packing import Packed, compares_with_old
 from rl.trainer.departure import Departure
 from rl.trainer.loss.common import LossInputs, compute_loss
-from rl.trainer.loss.losses import loss_function
-from rl.trainer.measure.experts import load_metrics
-from rl.trainer.measure.memory import explain_out_of_memory, try_largest
+from rl.trainer.loss.losses import custom_function, loss_function
 from rl.trainer.measure.parity import ParityWatch
-from rl.trainer.measure.performance import Timer, Work, performance
-from rl.trainer.measure.statistics import Statistics
-from rl.trainer.measure.tokens import TokenColumns, TokenFiles
+from rl.trainer.measure.performance import (
+    Timer,
+    Work,
+    explain_out_of_memory,
+    performance,
+    try_largest,
+    work_of,
+)
+from rl.trainer.measure.statistics import Statistics, TokenColumns, TokenFiles
+from rl.trainer.model import lora
+from rl.trainer.model.dither import dither
 from rl.trainer.model.head import Scores, keep_old, mode_of, score
-from rl.trainer.model.policy import DTYPES
-from rl.trainer.model.reference import reference_logprobs
-from rl.trainer.optim import optimizer_step
+from rl.trainer.model.policy import DTYPES, load_policy, load_reference, reference_logprobs
+from rl.trainer.optim import make_optimizer, optimizer_step
+from rl.trainer.parallel.experts import load_metrics
 from rl.trainer.parallel.sharding import finish_gradients, reduce_replicas, sum_over_context
 from rl.trainer.parallel.world import World
-from rl.trainer.sft.source import validate
-from rl.trainer.store import versions
+from rl.trainer.replay import Comparer, StateComparer
+from rl.trainer.sft.tokens import prepare_data
+from rl.trainer.store import checkpoint, versions
 from rl.trainer.store.publisher import Publisher
 from rl.trainer.store.saver import Saver
+from rl.wire.parity import RUN_LIMITS
+from rl.wire.transport import OrchestratorClient, Wait
 
 WRITING = ("orchestrator", "examples")
 """Sources of batches with which versions and checkpoints are written: a replay compares them, and
@@ -115,8 +141,7 @@ class Trainer:
                 context, whole = self.context, partial(self.batches.pack, minibatches=1)
                 try_largest(context.model, context.optimizer, whole, self.config, context.world)
         if self.step:
-            # the run may have been killed before it did; an intact version on disk is not written
-            # again
+            # the run may have been killed before it did
             self.publish()
         elif before := self.validate():
             self.write(before)
@@ -182,10 +207,11 @@ class Trainer:
             timer.lap("validation")
         return metrics
 
-    def save_checkpoint(self) -> None:
-        """Copies the state after `step`; the saver's thread writes it while training continues."""
+    def copy_state(self) -> Callable[[], None]:
+        """Copies the state after `step`. Returns what makes the saver's thread write it, while
+        training continues."""
         self.status.enter(Phase.COPYING_STATE, self.step)
-        self.saver.save(self.step, self.context.model, self.context.optimizer)
+        return self.saver.copy(self.step, self.context.model, self.context.optimizer)
 
     def log(self, metrics: dict[str, float], ready: Packed | Skipped, timer: Timer) -> None:
         """Writes this step's metrics line, with timings and throughput."""
@@ -207,7 +233,7 @@ class Trainer:
         """Saves a checkpoint of the last step if there is none, and waits for the writing
         threads."""
         if self.step > self.saver.newest_started and self.config.batches_from != "fake":
-            self.save_checkpoint()
+            self.copy_state()()
         self.publisher.finish()
         if self.context.token_files:
             self.context.token_files.finish()
@@ -240,14 +266,15 @@ def train(trainer: Trainer) -> bool:
             metrics = train_batch(trainer, ready, timer)
             if not has_trained:  # the first compiles, on one rank for longer than on another
                 world.set_timeout(trainer.config.trainer.rank_timeout_s)
+                lora.warn_of_untrained(trainer.context.model, trainer.context.optimizer)
             has_trained = True
         trainer.step = step
         leaves = trainer.leaves()
-        # A trainer that must leave saves before anything slow; `receive` then ends the loop. A run
-        # resumed from this checkpoint does not log this step again.
+        # A run resumed from a checkpoint does not log its step again, so the step's line comes
+        # first. A trainer that must leave saves before anything slow; `receive` then ends the loop.
         if leaves:
             trainer.log(metrics, ready, timer)
-            trainer.save_checkpoint()
+            trainer.copy_state()()
             timer.lap("checkpoint")
         checkpoint_is_due = not leaves and trainer.saver.due(step, trainer.last_step)
         if checkpoint_is_due or leaves or trainer.every_version_is_read:
@@ -256,14 +283,14 @@ def train(trainer: Trainer) -> bool:
         if checkpoint_is_due:
             metrics |= trainer.probe(timer)
         held_out = trainer.validate(timer)
-        # after everything slow: a run resumed from this checkpoint does not log this step again
-        if checkpoint_is_due:
-            trainer.save_checkpoint()
+        write_checkpoint = trainer.copy_state() if checkpoint_is_due else None
         timer.lap("checkpoint")
         if not leaves:
             trainer.log(metrics | held_out, ready, timer)
         elif held_out:  # only if the grace has been long enough
             trainer.write(held_out)
+        if write_checkpoint:
+            write_checkpoint()
     trainer.finish()
     return trainer.leaves()
 
@@ -381,3 +408,118 @@ def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: Worl
         reference_logprobs=batch.reference_logprobs,
         teacher_logprobs=batch.teacher_logprobs,
     )
+
+
+def start(
+    config: RLConfig,
+    world: World,
+    base: str,
+    status: Status,
+    departure: Departure | None = None,
+) -> Trainer:
+    """Loads the model, and the newest checkpoint if there is one. `departure`: by default one that
+    never begins."""
+    departure, batches_from = departure or Departure(), config.batches_from
+    settings, run_dir, replay = config.trainer, config.run_dir, config.trainer.data.replay
+    # the run whose checkpoints and batches are read
+    trained = RunDir(Path(replay.run), Path(replay.weights)) if replay else run_dir
+    source: BatchSource | None = None
+    if config.kind == "sft" and batches_from != "fake":
+        if world.is_main and not replay:
+            prepare_data(config, base, status.enter)
+        world.barrier()
+        source = FromExamples(config, trained.data)
+        config = config.model_copy(update={"max_steps": source.num_steps})
+    status.enter(Phase.LOADING_MODEL, max_steps=config.max_steps)
+
+    newest, patience_s = first_checkpoint(config, trained, world), settings.patience_s
+    context = load_context(config, world, base, newest is None)
+    context.status = status
+    model, step, digest = context.model, 0, ""
+    if newest is None and model.unused:
+        text = f"{base}: {model.unused} are in its files, but no part of {type(model).__name__}"
+        status.warn(RunWarning("unused", "", f"{text}: they are neither trained nor published"))
+    if settings.lora or (settings.loss.kl_coefficient and not settings.loss.kl_reference):
+        digest = weights_digest(Path(base))
+    if newest:
+        group = world.new_group(patience_s)
+        step = checkpoint.load(newest, model, context.optimizer, world, group, patience_s, digest)
+
+    text_config = model.config.get_text_config()
+    fetching, publishing = (Wait(settings.batch_timeout_s, status.enter) for _ in range(2))
+    client = None
+    if batches_from == "orchestrator":
+        if world.is_main:
+            client = OrchestratorClient(run_dir, departure.asked.is_set)
+        strict = settings.strict_parity
+        if strict is None and config.truncates(text_config.vocab_size):
+            strict = False
+        limit = RUN_LIMITS[config.model.dtype]
+        context.parity = ParityWatch(limit, strict, client, bool(settings.lora))
+        source = FromOrchestrator(client, fetching, world)
+        if settings.token_log.max_gib:
+            context.token_files = TokenFiles(run_dir, settings.token_log, status.enter)
+    elif settings.data.fake:
+        source = FakeBatches(settings.data.fake, text_config.vocab_size, config.seed)
+    packing = partial(
+        prepare,
+        config=config,
+        world=world,
+        hidden_size=text_config.hidden_size,
+        minibatches=settings.minibatches,
+        mode=mode_of(*filter(None, (model, context.reference))),
+        routers=model.get_output_embeddings().forward.routers,
+    )
+    quarantined = quarantined_steps(trained, world)
+    source = source or FromLog(trained)
+    batches = Prefetch(source, packing, fetching, patience_s, quarantined)
+
+    if replay:
+        publisher: Publisher = Comparer(run_dir, settings.weights, publishing, world, trained)
+        saver: Saver = StateComparer(run_dir, settings, world, step, trained)
+    else:
+        publisher = Publisher(run_dir, settings.weights, client, publishing, status.warn, world)
+        saver = Saver(run_dir, settings, world, step, digest, status.enter)
+    metrics = None
+    if world.is_main:
+        fence = partial(check_fence, run_dir.lock("trainer"))
+        metrics = MetricsLog(run_dir.metrics, "trainer", fence)
+    work, folder = work_of(model), Path(base)
+    return Trainer(
+        config, folder, context, step, batches, publisher, saver, work, metrics, status, departure
+    )
+
+
+def load_context(config: RLConfig, world: World, base: str, is_new: bool) -> TrainContext:
+    """Loads the base model. `is_new`: no checkpoint takes the place of its weights."""
+    settings, dtype = config.trainer, config.model.dtype
+    determinism.apply(settings, world.device)
+    if isinstance(settings.loss, CustomConfig):
+        custom_function(settings.loss.function)  # fails here, before the model is loaded
+    torch.manual_seed(config.seed)
+    model = load_policy(base, config.model, settings, world)
+    # masters of a checkpoint have it
+    if is_new and dtype == "bfloat16" and not settings.lora:
+        dither(model, config.seed)
+    reference = load_reference(config, base, model, world)
+    if world.is_main and config.batches_from in WRITING:
+        versions.say_what_is_left_out(Path(base))
+    if world.device.type == "cuda":
+        writes, offloads = config.batches_from in WRITING, settings.optim.offload
+        checkpoint.require_host_memory(model, DTYPES[dtype], writes, offloads, world)
+    optimizer = make_optimizer(model, settings.optim)
+    return TrainContext(model, optimizer, settings, world, reference)
+
+
+def first_checkpoint(config: RLConfig, run_dir: RunDir, world: World) -> Path | None:
+    """Returns the checkpoint that training starts from, None for the base model. A replay starts
+    from the one that its settings name. Raises RunError if a branch has lost its first one."""
+    if replay := config.trainer.data.replay:
+        return run_dir.checkpoint(replay.start) if replay.start else None
+    newest = checkpoint.newest(run_dir.checkpoints, world)
+    if newest is None and (parent := read_origin(run_dir)):
+        raise RunError(
+            f"{run_dir.checkpoints} is empty, but this run starts at step {parent.step} "
+            f"({parent}): branch it again"
+        )
+    return newest

@@ -1,13 +1,12 @@
 """Access control of the page: a link that `rl view` printed lets one browser in, which then has
 a cookie."""
 
-import contextlib
 import secrets
 from collections.abc import Callable
-from http.cookies import CookieError, SimpleCookie
 
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -60,13 +59,25 @@ class PageGate(HttpGate):
         rl.run_dir.access_token.link."""
         self.folder = f"/{derived(secret, 'folder')}"
         super().__init__(
-            Starlette(routes=[Mount(self.folder, with_headers(app))]),
+            Starlette(routes=[Mount(self.folder, app)]),
             derived(secret, "cookie"),
             is_loopback(host),
         )
         self.secret, self.new_link = secret, new_link
         self.cookie = f"rl_view_{derived(secret, 'name')[:8]}"
         self.next_link()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers with HEADERS."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_headers)
 
     def next_link(self) -> None:
         """Makes a new link, which replaces the one before."""
@@ -78,7 +89,7 @@ class PageGate(HttpGate):
         """The response to a request that must not reach the page, or to a link, which sets the
         cookie; None for other requests."""
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
-            return refusal(405, "read_only", "this page is read-only: send GET", CLOSE | HEADERS)
+            return refusal(405, "read_only", "this page is read-only: send GET", CLOSE)
         if refused := self.foreign_host(scope) or self.foreign_origin(scope):
             return refused
         path, query = scope["path"], b"?" + scope["query_string"]
@@ -86,11 +97,12 @@ class PageGate(HttpGate):
         if is_link and secrets.compare_digest(query, self.link):
             self.next_link()
             return self.let_in()
-        if path.startswith(f"{self.folder}/") and any(map(self.is_token, self.cookies(scope))):
+        cookie = Request(scope).cookies.get(self.cookie, "")
+        if path.startswith(f"{self.folder}/") and self.is_token(cookie.encode()):
             return None
         if self.is_for_people(scope):
-            return HTMLResponse(NO_ACCESS_PAGE, 401, CLOSE | HEADERS)
-        return refusal(401, "unauthorized", NO_ACCESS, CLOSE | HEADERS)
+            return HTMLResponse(NO_ACCESS_PAGE, 401, CLOSE)
+        return refusal(401, "unauthorized", NO_ACCESS, CLOSE)
 
     def is_for_people(self, scope: Scope) -> bool:
         """Whether a request is for the page itself or a link, not for its data."""
@@ -104,17 +116,7 @@ class PageGate(HttpGate):
         is_visit = self.is_for_people(scope) and b"navigate" in header(scope, b"sec-fetch-mode")
         if is_own or is_visit:
             return None
-        text = "this server only answers its own page"
-        return refusal(403, "foreign_origin", text, CLOSE | HEADERS)
-
-    def cookies(self, scope: Scope) -> list[bytes]:
-        """The values of our cookie in a request."""
-        values = []
-        for text in header(scope, b"cookie"):
-            with contextlib.suppress(CookieError):
-                jar = SimpleCookie(text.decode("latin-1"))
-                values += [each.value for name, each in jar.items() if name == self.cookie]
-        return [value.encode("latin-1", "replace") for value in values]
+        return refusal(403, "foreign_origin", "this server only answers its own page", CLOSE)
 
     def let_in(self) -> Response:
         """Sets the cookie and sends the browser to the page, so that the link stays neither in
@@ -124,27 +126,10 @@ class PageGate(HttpGate):
         response = HTMLResponse(
             '<!doctype html><meta http-equiv="refresh" content="0; '
             f'url={self.folder}/"><title>rl view</title>'
-            '<link rel="icon" href="data:,">',
-            headers=HEADERS,
+            '<link rel="icon" href="data:,">'
         )
         value = derived(self.secret, "cookie")
         response.set_cookie(
             self.cookie, value, httponly=True, samesite="strict", path=f"{self.folder}/"
         )
         return response
-
-
-def with_headers(app: ASGIApp) -> ASGIApp:
-    """Wraps the app so that each of its responses has HEADERS."""
-
-    async def with_them(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        await app(scope, receive, send_with_headers)
-
-    return with_them

@@ -8,10 +8,8 @@ import numpy as np
 
 from rl.records.run import Run, check_metric
 from rl.records.timeline import restarts
-from rl.run_dir.metric_names import METRICS, OWN, SECTIONS, meaning
-from rl.run_dir.metrics import environment_rewards
-from rl.run_dir.origin import changes_of
-from rl.run_dir.paths import numbers
+from rl.run_dir.metrics import METRICS, OWN, SECTIONS, environment_rewards, meaning
+from rl.run_dir.paths import changes_of, numbers
 from rl.view.responses import CurveMark, Curves, Metric, Metrics, Series
 
 Axis = Literal["step", "rollouts", "tokens", "time"]

@@ -5,8 +5,11 @@ import base64
 import contextlib
 import html
 import json
+import re
+import secrets
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,12 @@ import msgspec
 from rl.records.rollouts import Rollouts
 from rl.records.run import Run
 from rl.run_dir.files import write_file
+from rl.run_dir.nodes import Nodes
 from rl.system.credentials import redact_json
 from rl.system.errors import RunError
 from rl.system.terminal import size
 from rl.view import curves, health, rollouts, runs, tasks, timeline, tokens
-from rl.view.bundle import document
 from rl.view.library import Library
-from rl.view.redaction import Redaction
 from rl.view.responses import RolloutDetail, TaskRow, Tokens
 from rl.view.server import PAGE
 
@@ -31,6 +33,14 @@ TASKS_SHARE = 0.2
 TOKEN_SHARE = 0.3
 """Share of the size for values of single tokens."""
 LOG_LINES = 200
+CONVERSATION = ("messages", "prompt", "pieces")
+"""Fields with texts of a model, a tool or a task: a word there may equal a host name by chance,
+and a path may belong to the task."""
+PATH = re.compile(r"(?:(?<=\bfile://)|(?<![\w./~-]))(?:/[\w.@+%=-]+)+(/[\w.@+%=-]+)")
+"""An absolute path of at least two parts, with its last part as a group; not a part of a URL,
+except of one of a file."""
+IMPORT = re.compile(r'\bfrom\s*"[^"]*/([\w.]+)"')
+"""Where a module of the page says which one it imports from, with its name as a group."""
 
 
 def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
@@ -43,7 +53,7 @@ def write_page(library: Library, path: Path, max_bytes: int) -> list[str]:
     hidden = redaction.hide(msgspec.to_builtins(content)) | {"icon": icon}
     hidden["logs"] = {redaction.text(name): lines for name, lines in hidden["logs"].items()}
     data = redact_json(msgspec.json.encode(hidden)).decode()
-    text = document(PAGE, data, html.escape(f"{run.root.name} · rl view")).encode()
+    text = document(data, html.escape(f"{run.root.name} · rl view")).encode()
     write_file(path.absolute(), text)
     return [f"{path}: {size(len(text))}, opens in any browser without a server", *left_out]
 
@@ -88,12 +98,12 @@ def recorded(key: str, run: Run, max_bytes: int) -> tuple[dict[str, Any], list[s
         "logs": {name: health.log(run, name, None, LOG_LINES) for name in run.logs},
         "sorts": {"rollouts": rollouts.sorts_of(run.rollouts("train")), "tasks": tasks.SORTS},
     }
-    scripts = sum(path.stat().st_size for path in PAGE.rglob("*.*js"))
-    left = max_bytes - bytes_of(content) - scripts
+    left = max_bytes - bytes_of(content) - len(document("", ""))
     if left <= 0:
         raise RunError(f"--max-mib: curves and logs alone take {size(max_bytes - left)}; give more")
-    used, content["tasks_left_out"] = add_tasks(content, run, int(left * TASKS_SHARE))
-    content["left_out"] = add_rollouts(content, run, left - used)
+    for_tasks = int(left * TASKS_SHARE)
+    content["tasks_left_out"] = add_tasks(content, run, for_tasks)
+    content["left_out"] = add_rollouts(content, run, left - for_tasks)
     return content, [text for text in (content["tasks_left_out"], content["left_out"]) if text]
 
 
@@ -107,26 +117,25 @@ def left_out(kept: int, total: int, what: str, which: str) -> str:
     return text if kept < total else ""
 
 
-def add_tasks(content: dict[str, Any], run: Run, room: int) -> tuple[int, str]:
+def add_tasks(content: dict[str, Any], run: Run, room: int) -> str:
     """Adds the tasks that changed most, with all their versions, within `room` bytes, half of
-    them for held-out tasks. Returns the bytes used, and a sentence about what is left out."""
-    kept, total, left = 0, 0, room
+    them for held-out tasks. Returns a sentence about what is left out."""
+    kept, total = 0, 0
     content["tasks"], content["task"] = {}, {}
-    for kind, reserved in (("train", room // 2), ("eval", 0)):
-        rows, chosen = tasks.ordered(run, kind), list[TaskRow]()
+    for kind in ("train", "eval"):
+        rows, chosen, left = tasks.ordered(run, kind), list[TaskRow](), room // 2
         content["task"][kind] = {}
         total += len(rows)
         for row in rows:
             task = tasks.one_task(run, kind, row.env, row.task, with_rollouts=False)
-            used = bytes_of([row, task]) + len(row.env)
-            if used > left - reserved:
+            left -= bytes_of([row, task]) + len(row.env)
+            if left < 0:
                 break
-            left -= used
             chosen.append(row)
             content["task"][kind][f"{row.env}/{row.task}"] = task
         content["tasks"][kind] = tasks.with_prompts(run.rollouts(kind), chosen)
         kept += len(chosen)
-    return room - left, left_out(kept, total, "tasks", "those that changed most")
+    return left_out(kept, total, "tasks", "those that changed most")
 
 
 def add_rollouts(content: dict[str, Any], run: Run, room: int) -> str:
@@ -174,3 +183,72 @@ def ordered(run: Run) -> Iterator[Rollouts]:
     yield from (train[step] for step in steps[1:])
     yield from (evals[version] for version in versions[1:-1])
     yield run.rollouts("pending")
+
+
+def document(data: str, title: str) -> str:
+    """A self-contained page. data: JSON, which becomes `window.recorded`; it cannot end the
+    element around it. An import map has the page's modules as `data:` URLs."""
+    styles = ("vendor/uPlot.min.css", "style.css", "parts.css")
+    style = "\n".join((PAGE / name).read_text() for name in styles)
+    plots = (PAGE / "vendor/uPlot.iife.min.js").read_text()
+    modules = dict[str, str]()
+    for path in (*PAGE.glob("*.js"), *PAGE.glob("vendor/*.mjs")):
+        text = base64.b64encode(IMPORT.sub(r'from "\1"', path.read_text()).encode()).decode()
+        modules[path.name] = f"data:text/javascript;base64,{text}"
+    nonce = secrets.token_urlsafe(16)
+    policy = (
+        f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src "
+        "data:; base-uri 'none'; form-action 'none'"
+    )
+    # `<` occurs only in strings of the JSON, where it can be escaped
+    content = data.replace("<", "\\u003c")
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="content-security-policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="referrer" content="no-referrer">
+<title>{title}</title>
+<style nonce="{nonce}">{style}</style></head>
+<body><div id="app"></div>
+<script type="application/json" id="recorded">{content}</script>
+<script nonce="{nonce}">{plots}
+window.recorded = JSON.parse(document.getElementById("recorded").textContent);</script>
+<script type="importmap" nonce="{nonce}">{json.dumps({"imports": modules})}</script>
+<script type="module" nonce="{nonce}">import "main.js";</script>
+</body></html>
+"""
+
+
+class Redaction:
+    """Replaces paths and hosts in an exported page: a path starts at the run or is cut to its
+    last part, a host becomes HOST."""
+
+    def __init__(self, run: Run):
+        parents = [folder for folder in (run.root.parent, run.root.resolve().parent) if folder.name]
+        self.parents = any_of("", [f"{folder}/" for folder in parents], "")
+        self.home = any_of("", [str(Path.home())] if Path.home().name else [], r"(?![\w.-])")
+        processes, machines = run.status, Nodes(run.run_dir).statuses()
+        hosts = {status.host for status in (*processes.values(), *machines.values())}
+        hosts = {socket.gethostname(), *hosts} - {"", "localhost", *processes}
+        self.hosts = any_of(r"(?<![^\W_])", sorted(hosts), r"(?![^\W_])")
+
+    def hide(self, value: Any, is_said: bool = False) -> Any:
+        """A value with all its texts replaced. is_said: whether it is from a conversation, where
+        only the run's path and HOME are hidden."""
+        if isinstance(value, str):
+            return self.text(value, is_said)
+        if isinstance(value, dict):
+            return {
+                name: self.hide(entry, is_said or name in CONVERSATION)
+                for name, entry in value.items()
+            }
+        return [self.hide(entry, is_said) for entry in value] if isinstance(value, list) else value
+
+    def text(self, text: str, is_said: bool = False) -> str:
+        text = self.home.sub("~", self.parents.sub("", text))
+        return text if is_said else self.hosts.sub("HOST", PATH.sub(r"...\1", text))
+
+
+def any_of(before: str, texts: Sequence[str], after: str) -> re.Pattern[str]:
+    """A pattern of any of some texts between two patterns; of nothing if there are none."""
+    return re.compile(f"{before}(?:{'|'.join(map(re.escape, texts))}){after}" if texts else r"(?!)")

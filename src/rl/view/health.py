@@ -5,7 +5,6 @@ import re
 import time
 from pathlib import Path
 
-from rl.diagnosis.machines import does, facts
 from rl.diagnosis.problems import Problem
 from rl.diagnosis.state import RunMachine
 from rl.records.run import Run
@@ -56,8 +55,8 @@ def machine_row(machine: RunMachine, run: Run) -> MachineRow:
     return MachineRow(
         index=machine.index,
         host=visible(status.host) if status else "",
-        does=does(machine),
-        facts=facts(machine, status) if status else "",
+        does=machine.does,
+        facts=machine.facts,
         state=machine.state,
         since=seen - (status.heartbeat - status.started) if status else None,
         last_sign=seen if status else None,

@@ -4,7 +4,6 @@ request."""
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,10 +19,6 @@ KEPT = 16
 """Most runs that stay open: each may hold a hundred megabytes for a million rollouts."""
 DEPTH = 3
 """Maximum depth of a run below a place; `outputs/sweep/x` has depth 2 below `outputs`."""
-
-
-class UnknownRunError(RunError):
-    """A request names a run that is not shown; the answer is 404."""
 
 
 def find_runs(folder: Path, denied: list[Path], depth: int = DEPTH) -> list[Path]:
@@ -55,6 +50,8 @@ class Library:
 
     def __init__(self, places: Sequence[Path]):
         self.places = [plain(folder) for folder in places]
+        folders = [folder.parent if is_run(folder) else folder for folder in self.places]
+        self.base = os.path.commonpath(folders)
         self.lock = threading.Lock()
         self.opened: dict[str, tuple[tuple[int, ...], Run]] = {}
         """Key -> identity of the opened directory, and the run; the KEPT that were asked for
@@ -65,12 +62,13 @@ class Library:
         self.looked = -LOOK_S
 
     def keys(self) -> dict[str, Path]:
-        """The directory of each run by its key, which is the path below its place."""
+        """The directory of each run by its key: the path below what all places share, with control
+        characters and invalid UTF-8 escaped."""
         with self.lock:
             if time.monotonic() - self.looked >= LOOK_S:
                 self.denied = list[Path]()
                 roots = [run for folder in self.places for run in find_runs(folder, self.denied)]
-                self.runs = self._by_key(roots)
+                self.runs = {visible(os.path.relpath(root, self.base)): root for root in roots}
                 self.looked = time.monotonic()
             return dict(self.runs)
 
@@ -82,11 +80,11 @@ class Library:
         return visible(", ".join(map(str, self.places)) + suffix)
 
     def run(self, key: str) -> Run:
-        """A run by its key. Raises UnknownRunError for any other: only runs in the places are
-        ever opened."""
+        """A run by its key. Raises RunError for any other: only runs in the places are ever
+        opened."""
         root = self.keys().get(key)
         if root is None:
-            raise UnknownRunError(f"{key}: no such run here; it may have been deleted")
+            raise RunError(f"{key}: no such run here; it may have been deleted")
         with self.lock:
             current = identity(root)
             before, run = self.opened.pop(key, ((), None))
@@ -97,24 +95,3 @@ class Library:
             for oldest in [*self.opened][:-KEPT]:
                 del self.opened[oldest]
             return run
-
-    def _by_key(self, runs: list[Path]) -> dict[str, Path]:
-        """The runs by their keys; runs that would share a key get their whole path. Control
-        characters and invalid UTF-8 are escaped."""
-        keys = Counter(self._key(run) for run in set(runs))
-        return {
-            visible(key if keys[key] == 1 else str(run)): run
-            for run in runs
-            for key in [self._key(run)]
-        }
-
-    def _key(self, root: Path) -> str:
-        """`x` for outputs/x; with several places, prefixed by the folder's name."""
-        for folder in self.places:
-            if root == folder:
-                names = [other.name for other in self.places]
-                return root.name if names.count(root.name) == 1 else str(root)
-            if root.is_relative_to(folder):
-                inner = str(root.relative_to(folder))
-                return inner if len(self.places) == 1 else f"{folder.name}/{inner}"
-        return str(root)

@@ -11,8 +11,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from rl.config.command_line import fail
-from rl.config.options import option_lines, options, take
+from rl.config.command_line import fail, option_lines, options, take
 from rl.launch.children import Children
 from rl.run_dir.access_token import PAGE_VARIABLE, is_loopback, link
 from rl.run_dir.paths import is_model, is_run

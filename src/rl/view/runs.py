@@ -26,8 +26,6 @@ STRETCHES = 40
 LIVE_S = 3.0
 """Seconds for which a live run's row is cached; a finished run's row is cached until one of its
 files changes."""
-PATIENCE_S = 0.2
-"""Seconds that a row waits for another thread reading the same run."""
 DISK_S = 60.0
 """Seconds for which a run's size is cached: counting it visits every file."""
 SHARES, SPAN = (0.25, 0.5, 0.75, 1.0), 0.1
@@ -68,7 +66,7 @@ class RunList:
         except DAMAGE as error:
             return unreadable(key, f"{type(error).__name__}: {error}")
         size, changed = self._bytes(key, run, now), max(looks)
-        if not run.reading.acquire(timeout=PATIENCE_S if row else -1):
+        if not run.reading.acquire(blocking=row is None):
             assert row
             return row
         try:
@@ -112,8 +110,8 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     """The row of a run in the list."""
     try:
         config, diagnosis = run.config, run.quick_diagnosis()
-        # without relative times, which do not stay true
-        state, why = diagnosis.state, diagnosis.lasting
+        state, outcome = diagnosis.state, diagnosis.outcome
+        why = outcome.lasting if outcome else diagnosis.bottleneck
     except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from rl.diagnosis.rollouts import num_prompt_messages
-from rl.records.columns import NONE
+from rl.records.index import NONE
 from rl.records.rollouts import Rollouts
 from rl.records.run import Run
 from rl.system.errors import RunError

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 
 from rl.records.run import Run
-from rl.records.spans import Done
-from rl.records.timeline import SLACK_S, Mark, spread
+from rl.records.timeline import SLACK_S, Done, Mark, spread
 from rl.records.timeline import Timeline as Recorded
 from rl.run_dir.spans import is_time
 from rl.run_dir.status import PHASE_LANE, Phase, RoleStatus

@@ -27,9 +27,8 @@ SIGNALS = {
     "logprobs": "log-probability by the sampler, nats",
     "gap": "trainer minus sampler log-probability, nats",
     "ratio": "importance ratio r, trainer over sampler",
-    "stopped": "1: clipped by the loss, without gradient; 2: masked out of the loss; 3: either "
-    "of them "
-    "in a later epoch",
+    "stopped": "1: clipped by the loss, without gradient; 2: masked out of the loss; 3: either of "
+    "them in a later epoch",
     "entropies": "entropy of the trainer's distribution, nats",
     "advantages": "advantage",
     "teacher_gap": "trainer minus teacher log-probability, nats",

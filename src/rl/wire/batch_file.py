@@ -31,7 +31,7 @@ from rl.run_dir.files import (
     write_file,
 )
 from rl.run_dir.paths import RunDir, numbers
-from rl.system.errors import RunError
+from rl.system.errors import RESTART, RunError
 from rl.wire.messages import BatchReady, TrainBatch
 
 ENCODER = msgspec.msgpack.Encoder()
@@ -70,6 +70,19 @@ def decode_batch(data: bytes, name: str) -> BatchFile:
         return msgspec.msgpack.decode(decode_record(data, name), type=BatchFile)
     except UNREADABLE as error:
         raise CorruptFileError(f"{name}: not a batch of this version of rl: {error}") from None
+
+
+def batch_of(step: int, data: bytes, name: str) -> TrainBatch:
+    """Returns the batch in the bytes of a file. Raises CorruptFileError, and RunError if it is
+    another step's, or has nothing to train on."""
+    batch = decode_batch(data, name).batch
+    if batch.step != step:
+        raise RunError(
+            f"{name}: is batch {batch.step}, not {step}: do two runs share this directory?", RESTART
+        )
+    if not batch.num_loss_tokens:
+        raise RunError(f"{name}: has no token to train on", RESTART)
+    return batch
 
 
 def write_batch(

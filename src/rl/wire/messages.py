@@ -39,8 +39,8 @@ class TrainedSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TrainingSample(msgspec.Struct, kw_only=True):
-    """One token sequence with the inputs of the loss. Numbers are bytes from the sampler to the
-    device, so that no rank makes a Python object of each token. T is the number of tokens, N that
+    """One token sequence with the inputs of the loss. Numbers are bytes, so that no rank makes
+    a Python object of each token. T is the number of tokens, N that
     of the trained ones.
 
     Example: two turns of one rollout (reward 0.5 above the group's mean; weights updated during the

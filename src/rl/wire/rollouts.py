@@ -186,7 +186,7 @@ Untrained = Literal[
     "surplus",  # the batch is full without it
 ]
 """The reason why a group is not trained. A rollout's `why` in rollouts/*.jsonl is the Cause of its
-own failure, else its group's reason, else its own reason (`why_left_out`). rl/view/explain.py has
+own failure, else its group's reason, else its own reason (`why_left_out`). rl/view/rollouts.py has
 a sentence for each value."""
 
 

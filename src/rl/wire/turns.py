@@ -1,7 +1,7 @@
 """The turns of a rollout in memory linear in its tokens: only what each turn adds is stored, not
 the prompt that it repeats.
 
-Numbers are bytes from the sampler to the device: ids int32, log-probabilities float32 in nats.
+Numbers are bytes from our server to the trainer: ids int32, log-probabilities float32 in nats.
 
 Tokens are stored in chains. A turn extends the first chain that its prompt begins with. Otherwise
 it starts a new chain, which refers to the tokens that it shares with an earlier one. So each chain

@@ -28,8 +28,7 @@ from rl.orchestrator.tasks.admission import InFlight
 from rl.orchestrator.tasks.task_source import MEMORY, UNPLAYED, EnvTasks, TaskRef, TaskSource
 from rl.run_dir.files import clean_leftovers
 from rl.run_dir.metrics import read_metrics, source_files
-from rl.run_dir.origin import BranchOrigin
-from rl.run_dir.paths import numbered
+from rl.run_dir.paths import BranchOrigin, numbered
 from rl.run_dir.status import RoleStatus
 from rl.system import faults
 from rl.system.errors import RunError

@@ -15,7 +15,7 @@ from rl.orchestrator.policy.served_policy import ServedPolicy
 from rl.orchestrator.progress import StepClock
 from rl.run_dir.files import CorruptFileError, write_file
 from rl.run_dir.metrics import read_metrics
-from rl.run_dir.origin import BranchOrigin
+from rl.run_dir.paths import BranchOrigin
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from rl.models.conversation import conversation_ids
-from rl.models.renderer import load_renderer
+from rl.models.renderer import conversation_ids, load_renderer
 from rl.orchestrator.recorded.lines import Converter, RecordedTurn
 from rl.orchestrator.recorded.run import read
 from rl.system.errors import RunError

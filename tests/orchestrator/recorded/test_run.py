@@ -16,7 +16,7 @@ from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import Merger, read_metrics
-from rl.run_dir.origin import BranchOrigin
+from rl.run_dir.paths import BranchOrigin
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch

@@ -16,11 +16,11 @@ from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
 from rl.system.errors import RunError
-from rl.trainer.data.batch_sources import FromOrchestrator
-from rl.trainer.data.prefetch import Prefetch
+from rl.trainer.data.batch_sources import FromOrchestrator, Prefetch
+from rl.trainer.store import publisher as publisher_module
 from rl.trainer.store.publisher import Publisher
-from rl.trainer.store.single_task_thread import SingleTaskThread
-from rl.wire.messages import Acknowledged
+from rl.trainer.store.threads import SingleTaskThread
+from rl.wire.messages import Acknowledged, RunEnded
 from rl.wire.transport import Wait
 from tests.trainer.samples import make_batch
 from tests.waiting import until
@@ -247,3 +247,31 @@ def test_other_ranks_wait_for_a_batch_as_long_as_a_step_takes():
     world = SimpleNamespace(new_group=deadlines.append)
     FromOrchestrator(None, Wait(1.0, lambda *_: None), world)
     assert deadlines[0] > 7 * 86400 and 1000 * deadlines[0] < 2**31, "which gloo can count"
+
+
+def test_rank_0_says_that_it_waits_for_the_others_while_they_do_not_take_a_batch():
+    """Regression: it said that the orchestrator kept it waiting."""
+    said, wait = [], Wait(1.0, lambda *what: said.append(what))
+    client = SimpleNamespace(get_batch=lambda step, wait: RunEnded("all is done"))
+    world = SimpleNamespace(
+        size=2, new_group=nothing, broadcast_bytes=lambda data, _: said.append("sent") or data
+    )
+    with wait:
+        assert FromOrchestrator(client, wait, world).receive(3) is None
+    assert said == [(Phase.WAITING_FOR_RANKS, 3, "they are to take batch 3"), "sent"]
+
+
+def test_other_ranks_learn_whether_rank_0_could_delete_what_follows_a_version(
+    tmp_path, monkeypatch
+):
+    """Regression: an error there was rank 0's alone, and the others lost a rank."""
+    _, _, publisher = publishing(tmp_path)
+    monkeypatch.setattr(
+        publisher_module, "record_of", lambda _: {"tensors": {"w": "0"}, "made_by": {}}
+    )
+    done, version = [], SimpleNamespace(digests_like=lambda _: {"w": "1"}, made_by={})
+    publisher.ranks = SimpleNamespace(
+        is_main=False, of_main=lambda work: done.append(work()) or done[-1]
+    )
+    publisher._compare(1, version)
+    assert len(done) == 2

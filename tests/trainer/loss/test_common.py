@@ -14,8 +14,13 @@ from pydantic import TypeAdapter
 from rl.config.check import check_loss
 from rl.config.loss import LossConfig
 from rl.system.errors import GIVE_UP, RunError
-from rl.trainer.loss.common import LossInputs, compute_loss, log_ratio, masked_tokens
-from rl.trainer.loss.kl import teacher_advantages
+from rl.trainer.loss.common import (
+    LossInputs,
+    compute_loss,
+    log_ratio,
+    masked_tokens,
+    teacher_advantages,
+)
 from rl.trainer.loss.losses import loss_function
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.samples import make_sample, sample_weights

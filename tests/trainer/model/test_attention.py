@@ -9,9 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl.system.errors import RunError
-from rl.trainer.model import blocks
-from rl.trainer.model.attention import TreeMask, attend_blocks, attend_flex, attention
-from rl.trainer.model.blocks import bundled, make_plan
+from rl.trainer.model.attention import (
+    TreeMask,
+    attend_blocks,
+    attend_flex,
+    attention,
+    bundled,
+    make_plan,
+)
 from tests.trainer.device import DEVICE
 
 
@@ -53,7 +58,7 @@ LIMITS = {
 @pytest.mark.parametrize("local", [False, True])
 def test_blocks_and_flex_equal_the_dense_mask(monkeypatch, limits, window, local):
     for name, value in LIMITS[limits].items():
-        monkeypatch.setattr(blocks, name, value)
+        monkeypatch.setattr(f"rl.trainer.model.attention.{name}", value)
     subtree_ends, positions = random_row(1, 300)
     # as with context parallelism
     mine = torch.cat([torch.arange(20, 90), torch.arange(200, 290)]).to(DEVICE) if local else None
@@ -80,7 +85,7 @@ def test_caps_and_sinks_equal_the_dense_formula(monkeypatch, window, cap, sunk):
     """Gemma 2 bounds its scores, gpt-oss has one more column in each softmax, whose value is
     zero."""
     for name, value in LIMITS["bundles"].items():
-        monkeypatch.setattr(blocks, name, value)
+        monkeypatch.setattr(f"rl.trainer.model.attention.{name}", value)
     tree = TreeMask(*random_row(1, 150))
     query, key, value = qkv(150, 150)
     sinks = torch.randn(6, dtype=torch.float64, device=DEVICE).requires_grad_() if sunk else None

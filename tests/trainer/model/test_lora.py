@@ -2,6 +2,7 @@
 on how many ranks."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -271,6 +272,19 @@ def test_every_adapter_of_all_linear_is_of_a_linear_layer_and_learns(family, tmp
     )
     model(input_ids=IDS).logits.square().mean().backward()
     assert all(p.grad.norm() > 0 for name, p in lora.trainable(model).items() if ".lora_B." in name)
+
+
+def test_adapters_that_no_gradient_has_reached_are_named(tmp_path, monkeypatch, capsys):
+    """Layers that only their weight is read of, in a model that is not known for it."""
+    monkeypatch.setattr(lora, "BYPASSED", re.compile(r"\bout_proj$"))  # peft refuses these
+    model = plain(make_tiny_model(tmp_path / "base", STATES))
+    lora.add_adapters(model, LoraConfig(rank=RANK))
+    optimizer = make_optimizer(model, OptimConfig())
+    model(input_ids=IDS).logits.square().mean().backward()
+    optimizer.step()
+    capsys.readouterr()
+    lora.warn_of_untrained(model, optimizer)
+    assert "the adapters of dt_proj (1 layers) got no gradient" in capsys.readouterr().err
 
 
 def test_adapters_of_shared_experts_are_loaded_as_they_were_trained(tmp_path):

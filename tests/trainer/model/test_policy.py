@@ -1,16 +1,22 @@
-"""The packed model against the plain one, and against itself: values, gradients, and what it
-does not depend on."""
+"""The packed model against the plain one, and against itself: values, gradients, and what it does
+not depend on. The frozen reference: it scores as the model that it was loaded from, whatever the
+policy has become; and the terms beside the loss. Rotary embeddings that depend on length: what a
+sample gets does not depend on its row, and is what inference has.
+"""
 
+import json
 import weakref
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rl.config.loss import PolicyGradientConfig
-from rl.config.run import ModelConfig
+from rl.config.run import ModelConfig, RLConfig
 from rl.config.trainer import TrainerConfig
+from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RESTART, RunError
 from rl.trainer.data.micro_batch import fill_blocks
@@ -19,7 +25,7 @@ from rl.trainer.measure.performance import Timer
 from rl.trainer.model import head
 from rl.trainer.model.head import score
 from rl.trainer.model.modes import is_compiled, layer_windows
-from rl.trainer.model.policy import load_policy
+from rl.trainer.model.policy import load_policy, load_reference, reference_logprobs
 from rl.trainer.optim import make_optimizer
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
@@ -271,3 +277,151 @@ def test_experts_are_chosen_without_noise(world, tmp_path):
     assert model.training and torch.equal(
         score(model, row, world).logprobs, score(model, row, world).logprobs
     )
+
+
+def make_config(dtype="float32", lora=False, **loss):
+    trainer = {"loss": loss, "lora": lora}
+    return RLConfig.model_validate(
+        {"model": {"dtype": dtype, "max_model_len": 512}, "trainer": trainer}
+    )
+
+
+def packed_batch():
+    batch = make_batch(1, groups=2)
+    return pack_alone(batch, [1 / batch.num_loss_tokens] * len(batch.samples))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
+    config = make_config(dtype, lora, kl_coefficient=1.0)
+    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    reference = load_reference(config, str(tied_folder), policy, world)
+    assert (reference is policy) == lora
+    packed, optimizer = packed_batch(), make_optimizer(policy, config.trainer.optim)
+    (batch,) = packed.micro_batches
+    first = reference_logprobs(reference, batch, world)
+    assert not first.requires_grad and torch.equal(first, score(policy, batch, world).logprobs)
+    steps = [
+        train_step(
+            TrainContext(policy, optimizer, config.trainer, world, reference), packed, 1e-2, Timer()
+        )
+        for _ in range(3)
+    ]
+    assert torch.equal(reference_logprobs(reference, batch, world), first)
+    assert (score(policy, batch, world).logprobs - first).abs().max() > 0.01
+    assert all(step["optim/grad_norm"] > 0 for step in steps)
+
+
+def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder, world):
+    config = make_config("bfloat16", kl_coefficient=0.1)
+    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    reference = load_reference(config, str(tied_folder), policy, world)
+    reference_logprobs(reference, packed_batch().micro_batches[0], world)
+    parameters = list(reference.parameters())
+    assert {p.dtype for p in parameters} == {torch.bfloat16} and not any(
+        p.requires_grad for p in parameters
+    )
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group
+        for module in reference.modules()
+        if isinstance(module, FSDPModule)
+    ]
+    assert len(groups) == 3 and all(group.is_sharded for group in groups if group)
+
+
+def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, tmp_path):
+    """It scores tokens. The remedy that was given, model.chat_template, would have replaced the
+    policy's."""
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    (other / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    with pytest.raises(RunError, match="has no chat template"):
+        resolve_model(ModelConfig(name=str(other)))
+    config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
+    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    reference = load_reference(config, str(tied_folder), policy, world)
+    (batch,) = packed_batch().micro_batches
+    alone = load_policy(str(other), config.model, TrainerConfig(), world)
+    assert torch.equal(
+        reference_logprobs(reference, batch, world), score(alone, batch, world).logprobs
+    )
+    assert not torch.equal(
+        reference_logprobs(reference, batch, world), score(policy, batch, world).logprobs
+    )
+
+
+def test_what_cannot_be_a_reference(tied_folder, world):
+    policy = load_policy(str(tied_folder), make_config().model, TrainerConfig(), world)
+    with pytest.raises(
+        RunError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"
+    ):
+        load_reference(
+            make_config(kl_coefficient=0.1, kl_reference="/nowhere"),
+            str(tied_folder),
+            policy,
+            world,
+        )
+    policy.config.vocab_size += 1
+    with pytest.raises(
+        RunError,
+        match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids",
+    ):
+        load_reference(make_config(kl_coefficient=0.1), str(tied_folder), policy, world)
+
+
+def scored(model, world, *samples):
+    batch = TrainBatch(step=1, samples=list(samples))
+    (row,) = pack_alone(batch).micro_batches
+    return score(model, row, world).logprobs[row.sequences == 0]
+
+
+def test_a_sample_does_not_depend_on_its_neighbours(world, tmp_path):
+    """Up to 64 tokens this model has other frequencies in transformers than beyond; before they
+    were frozen, a nat and more."""
+    folder = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
+    short, long = (
+        make_sample(list(range(3, 23)), [30, 31, 32]),
+        make_sample(list(range(3, 120)), [40, 41], group=1),
+    )
+    by_length = {}
+    for max_model_len in (64, 512):
+        model = load_policy(
+            str(folder),
+            ModelConfig(dtype="float32", max_model_len=max_model_len),
+            TrainerConfig(),
+            world,
+        )
+        alone = by_length[max_model_len] = scored(model, world, short)
+        assert torch.allclose(scored(model, world, short, long), alone, atol=2e-5)
+    assert (by_length[64] - by_length[512]).abs().max() > 0.1, (
+        "the longest sequence that is served decides"
+    )
+
+
+def test_frequencies_are_those_of_inference(world, tmp_path):
+    """Literal numbers of vLLM's formulas: 1 / (factor * base^(2i/d)), the scaling, and dynamic
+    NTK's base at the length of its table."""
+    phi3 = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
+    for max_model_len, factors in ((64, (1.0, 1.0625)), (65, (2.0, 3.0))):
+        rope = load_policy(
+            str(phi3), ModelConfig(max_model_len=max_model_len), TrainerConfig(), world
+        ).model.rotary_emb
+        assert rope.inv_freq[:2].tolist() == pytest.approx(
+            [1 / factors[0], 1 / (factors[1] * 1e4 ** (2 / 32))]
+        )
+        assert rope.attention_scaling == pytest.approx(1.2909944)  # sqrt(1 + log 16 / log 64)
+    dynamic = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
+    rope = load_policy(
+        str(dynamic), ModelConfig(max_model_len=1024), TrainerConfig(), world
+    ).model.rotary_emb
+    base = 1e4 * (4 * 1024 / 128 - 3) ** (32 / 30)
+    assert rope.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
+
+
+def test_lengths_without_frequencies_are_refused(world, tmp_path):
+    """vLLM reads beyond the end of its table there: nan."""
+    folder = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
+    with pytest.raises(RunError, match=r"set model\.max_model_len to at most 1024"):
+        load_policy(str(folder), ModelConfig(max_model_len=1025), TrainerConfig(), world)

@@ -12,7 +12,7 @@ from rl.system.errors import RunError
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model import head, modes, selftest
 from rl.trainer.model import policy as policy_module
-from rl.trainer.model.compiled import CompilerError
+from rl.trainer.model.flex import CompilerError
 from rl.trainer.model.head import mode_of
 from tests.families import CONFIGS, UNTIED
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference
@@ -181,6 +181,15 @@ def test_what_is_no_fault_of_the_model_ends_the_test(folder, world, monkeypatch,
         monkeypatch.setattr(*place, raising(kind("of the test")))
         with pytest.raises(kind, match="of the test"):
             policy(folder("llama"), world)
+
+
+@pytest.mark.parametrize("attention", ["auto", "blocks"])
+def test_an_error_in_every_mode_is_told_as_such(folder, world, monkeypatch, capsys, attention):
+    """Regression: it was told as a model without an exact mode."""
+    monkeypatch.setattr(selftest, "score", raising(TypeError("no such keyword")))
+    with pytest.raises(RunError, match=r"an error ended the test of each mode.*blocks: TypeErr"):
+        policy(folder("llama"), world, attention=attention)
+    assert "Traceback" in (said := capsys.readouterr().err) and "no such keyword" in said
 
 
 def test_a_mode_whose_compiler_fails_is_not_used(folder, world, monkeypatch, capsys):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl.trainer.optim import gradient_norm
 from rl.trainer.parallel.world import World
-from rl.trainer.store.ranks import RankThreads
+from rl.trainer.store.threads import RankThreads
 from rl.trainer.store.versions import snapshot
 from tests.trainer.layouts import Layout, gradients_of, joined, make_config, pass_on, train
 from tests.trainer.parallel.loads import load

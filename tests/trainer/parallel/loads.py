@@ -19,8 +19,7 @@ from rl.system.errors import RunError
 from rl.trainer.model.dither import dither
 from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.modes import is_compiled, set_mode
-from rl.trainer.model.policy import DTYPES, load_policy
-from rl.trainer.model.rope import freeze_rope
+from rl.trainer.model.policy import DTYPES, freeze_rope, load_policy
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World, start_world
 

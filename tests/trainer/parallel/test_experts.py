@@ -227,12 +227,13 @@ def test_a_checkpoint_passes_from_division_to_division(results, passed):
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused(tmp_path, world, config, shards, parts, said):
+def test_what_cannot_be_divided_is_refused(world, config, shards, parts, said):
     """Before any weights are read: there are none."""
-    AutoConfig.for_model(**config).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     mesh = {
         "shard": SimpleNamespace(size=lambda: shards),
         "expert": SimpleNamespace(size=lambda: parts),
     }
     with pytest.raises(RunError, match=said):
-        check_experts(str(tmp_path), False, replace(world, experts=mesh))
+        check_experts(model, replace(world, experts=mesh))

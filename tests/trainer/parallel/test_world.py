@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from rl.system.errors import RunError
 from rl.system.linux import address_towards
-from rl.trainer.parallel import rendezvous
-from rl.trainer.parallel.rendezvous import Rendezvous, join_store, network
-from rl.trainer.parallel.world import check_division, start_world
+from rl.trainer.parallel import world
+from rl.trainer.parallel.world import Rendezvous, check_division, join_store, network, start_world
 from tests.ports import free_ports
 
 
@@ -39,7 +38,11 @@ def environment(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
 
 
-def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
+def test_a_rank_that_never_comes_is_named_soon_and_at_the_deadline(
+    environment, monkeypatch, capsys
+):
+    """Regression: nothing was said for 15 minutes."""
+    monkeypatch.setattr(world, "TELL_S", 1.0)
     since = time.monotonic()
     with pytest.raises(
         RunError,
@@ -48,6 +51,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(environment):
     ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
     assert time.monotonic() - since < 60
+    assert "waited 1 s for the other 1; ranks [1] did not appear" in capsys.readouterr().out
 
 
 def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):
@@ -84,7 +88,7 @@ def test_the_interface_is_the_one_towards_the_others(monkeypatch):
 def test_a_closed_network_is_said_within_seconds(monkeypatch):
     """The next rank says an address at which nobody listens."""
     store = dist.HashStore()
-    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(world, "CONNECT_TIMEOUT_S", 1.0)
     deadline = time.monotonic() + 20
 
     def neighbour() -> None:

@@ -4,6 +4,7 @@ them."""
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import unicodedata
@@ -623,6 +624,11 @@ def test_the_name_of_a_run_is_no_pattern(chatml, tmp_path):
     run = tmp_path / "runs [1]" / "lr=1e-5,x[2]*"
     write_rows(run / "rollouts" / "000001.jsonl", rollout(1, 1.0, "a"))
     assert len(chatml(dataset=str(run))[0]) == 1
+    write_rows(tmp_path / "data [1]" / "train.jsonl", {"prompt": "a", "completion": "b"})
+    files = tmp_path / "data [1]" / "*.jsonl"
+    with pytest.raises(RunError, match=f"rename it, or give {re.escape(str(files))}$"):
+        chatml(dataset=str(files.parent))
+    assert len(chatml(dataset=str(files))[0]) == 1
 
 
 def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
@@ -731,7 +737,7 @@ def test_csv_is_read_by_a_process_that_hides_torch(tmp_path):
     (tmp_path / "x.csv").write_text("prompt,completion\nWhat is 1 + 1?,two\n")
     code = (
         "import sys; from rl.models.tokenizer import hide_torch; hide_torch()\n"
-        "from rl.config.sft import SftConfig; from rl.trainer.sft.rows import DataSource, hub_rows\n"
+        "from rl.config.kinds import SftConfig; from rl.trainer.sft.rows import DataSource, hub_rows\n"
         "config = SftConfig(dataset=sys.argv[1])\n"
         "print(list(hub_rows(DataSource(config.dataset, '', 'sft.dataset'), config)))\n"
     )
@@ -762,7 +768,7 @@ def test_hugging_face_datasets(folders, tmp_path):
     assert len(prepared(tmp_path / "c", folders / "chatml", **table)[0]) == 1
     lines = str(tmp_path / "b" / "data.jsonl")
     for dataset, settings, said in (
-        (saved, {"split": "train"}, "'train'.*check name, sft.split"),
+        (saved, {"split": "train"}, "no such split; there are test; check name, sft.split"),
         (empty, {}, "sft.dataset = "),
         (parquet, {"split": "test"}, "sft.split = 'test': .*x.parquet has no splits; name the"),
         (parquet, {"subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from rl.trainer.store.image import Image
-from rl.trainer.store.layout import Slice, VersionTensor
-from rl.trainer.store.ranks import RankThreads
+from rl.trainer.store.image import Image, Slice, VersionTensor
+from rl.trainer.store.threads import RankThreads
 
 
 def laid_out(tensors: Mapping[str, Tensor]) -> list[VersionTensor]:

@@ -26,8 +26,8 @@ from rl.trainer.model import lora
 from rl.trainer.parallel.world import World, start_world
 from rl.trainer.replay import compare
 from rl.trainer.store import versions
-from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.ranks import RankThreads
+from rl.trainer.store.image import LastVersion
+from rl.trainer.store.threads import RankThreads
 from tests.trainer.parallel.loads import load
 
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "hsdp": (4, 2)}
@@ -162,7 +162,7 @@ def main() -> None:
             if name == "2":
                 model = load(str(folder / "llama"), world)
                 found["full"] = full(model, folder / "llama", ranks, folder / "full" / "000001")
-                with patch("rl.trainer.store.ranks.pid_scope", lambda: f"host{rank}"):
+                with patch("rl.trainer.store.threads.pid_scope", lambda: f"host{rank}"):
                     found["hosts"] = publish(
                         model,
                         folder / "llama",

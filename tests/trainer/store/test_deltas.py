@@ -15,7 +15,7 @@ from rl.run_dir.checksums import Mirror, is_delta, verify_version
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered, numbers
 from rl.system.errors import RunError
-from rl.trainer.store import deltas, versions
+from rl.trainer.store import image, versions
 from rl.trainer.store.publisher import Publisher
 from rl.wire.transport import Wait
 from tests.families import CONFIGS
@@ -65,7 +65,7 @@ def same(file: Path, expected: dict[str, torch.Tensor]) -> bool:
 def test_a_hundred_versions_are_exact_or_refused(tmp_path, monkeypatch):
     """One server follows all versions, another one joins late; one delta is damaged, one is
     lost. Frames are as small as a large model's are in relation to it."""
-    monkeypatch.setattr(deltas, "FRAME_BYTES", 10_001)
+    monkeypatch.setattr(image, "FRAME_BYTES", 10_001)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10, keep_last=100)
     first, late, refused = Mirror(), Mirror(), {}

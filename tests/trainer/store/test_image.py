@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from rl.run_dir.in_memory import opened
 from rl.run_dir.safetensors import read_header
 from rl.trainer.store import image as image_module
-from rl.trainer.store.layout import PAGE, header
+from rl.trainer.store.image import PAGE, header
 from tests.trainer.store.images import fill, image_like
 
 TENSORS = {

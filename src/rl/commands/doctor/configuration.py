@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rl.commands.doctor.check import GIB, Check, ask, needed_gib
+from rl.commands.doctor.machine import GIB, Check, ask, needed_gib
 from rl.commands.play_session import play_session
 from rl.config.check import exposure
 from rl.config.command_line import write_config

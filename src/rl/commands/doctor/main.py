@@ -1,21 +1,74 @@
 """`rl doctor`: checks a machine, a configuration or a run, and that trainer and inference agree
-on a model."""
+on a model; `rl doctor RUN --verify` checks files against their stored checksums.
+"""
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from rl.commands.doctor.check import Check
-from rl.commands.doctor.machine import machine_checks
-from rl.commands.options import load, open_run, usage
-from rl.commands.policy_spec import named_run
-from rl.config.command_line import fail, load_config_or_exit
-from rl.config.options import options, take
+from rl.commands.doctor.machine import Check, machine_checks
+from rl.commands.options import load, named_run, open_run, usage
+from rl.config.command_line import fail, load_config_or_exit, options, take
 from rl.config.run import RLConfig
 from rl.launch.children import Children
+from rl.run_dir.checksums import Mirror, check_record, check_version, verify_checkpoint
+from rl.run_dir.files import CorruptFileError
+from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import RunEnd, read_json
+from rl.system.errors import RunError
+from rl.trainer.sft.tokens import verify_data
+from rl.wire.batch_file import batch_head, check_rollouts, sound_batch
+
+
+def damaged_files(run_dir: RunDir) -> list[str]:
+    """Returns one sentence per damaged file, with what a resume does about it.
+
+    A version without checksums is not checked. The record of a deleted version is only checked for
+    being readable.
+    """
+    moves, mirror = "`--resume` moves damaged files away", Mirror()
+    weights, digests = numbered(run_dir.weights_dir), numbered(run_dir.digests_dir, ".json")
+    records = (
+        "a resume rewrites the records of steps that it repeats; only `rl replay` needs the "
+        "others, and shows which file is right"
+    )
+    kinds: dict[str, tuple[Iterable[Path], Callable[[Path], Any]]] = {
+        f"{moves} and continues before it if needed": (
+            numbered(run_dir.batches, ".batch").values(),
+            lambda path: batch_head(path) and sound_batch(path),
+        ),
+        f"{moves} and starts from an older checkpoint": (
+            numbered(run_dir.checkpoints).values(),
+            verify_checkpoint,
+        ),
+        f"{moves} and remakes versions newer than its checkpoint": (
+            weights.values(),
+            lambda path: check_version(path, run_dir.digests(int(path.name)), mirror),
+        ),
+        records: (
+            digests.values(),
+            lambda path: check_record(path, run_dir.weights(int(path.stem))),
+        ),
+        "only readers of rollouts need it": (run_dir.rollout_files().values(), check_rollouts),
+        "a resume refuses damaged examples": (
+            [run_dir.data] if run_dir.data.exists() else [],
+            verify_data,
+        ),
+    }
+    faults = []
+    for remedy, (paths, check) in kinds.items():
+        for path in paths:
+            try:
+                check(path)
+            except (CorruptFileError, OSError) as error:
+                faults.append(f"{error}; {remedy}")
+            except RunError as error:  # written by a newer rl; a resume does not move it away
+                faults.append(str(error))
+    return list(dict.fromkeys(faults))
+
 
 OPTIONS = options("""
 no-smoke: skip the two real processes: a vLLM server and a training step on a tiny random model
@@ -88,8 +141,6 @@ def diagnosis(root: Path, *, verify: bool, as_json: bool) -> int:
     report = diagnose(run_dir, config)
     problems = [problem.text for problem in report.problems if problem.serious]
     if verify:
-        from rl.commands.doctor.files import damaged_files
-
         problems += [fault for fault in damaged_files(run_dir) if fault not in problems]
     if as_json:
         summary = {"fine": not problems, "bottleneck": report.bottleneck, "problems": problems}

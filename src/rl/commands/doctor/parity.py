@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rl.commands.doctor.check import output
+from rl.commands.doctor.machine import output
 from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import ModelConfig, RLConfig
@@ -19,7 +19,6 @@ from rl.system.children import PYTHON
 from rl.system.errors import RunError
 from rl.system.terminal import say, table
 from rl.wire.batch_file import write_batch
-from rl.wire.inference_client import InferenceServers
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS, Limit, Parity, ScoredToken, likely_cause, parity_of
 
@@ -66,19 +65,14 @@ async def parity(
     code. Returns (scored tokens, the model's sliding window in tokens or None)."""
     dtype = config.model.dtype
     say(f"{dtype}: sampling from inference")
-    timeout_s = config.orchestrator.inference_timeout_s
-    async with policy_server(config, config.model.name, work, children) as server:
+    starting = policy_server(config, config.model.name, work, children)
+    async with starting as server, server.client() as client:
         write_config(work / f"{dtype}.toml", server.config)
-        servers = InferenceServers([], server.config.run_dir.status("inference"), timeout_s)
-        try:
-            await server.ready()
-            texts = prompts(server.model, config.model, num_tokens)
-            cases = [(ids, temperature) for ids in texts for temperature in TEMPERATURES]
-            samples = await asyncio.gather(
-                *(complete(servers, *case, num_tokens, i) for i, case in enumerate(cases))
-            )
-        finally:
-            await servers.close()
+        texts = prompts(server.model, config.model, num_tokens)
+        cases = [(ids, temperature) for ids in texts for temperature in TEMPERATURES]
+        samples = await asyncio.gather(
+            *(complete(client, *case, num_tokens, i) for i, case in enumerate(cases))
+        )
     write_batch(work / f"{dtype}.batch", TrainBatch(step=1, samples=samples), None)
     say(
         f"{dtype}: scoring {sum(sample.num_trained for sample in samples)} tokens with the "

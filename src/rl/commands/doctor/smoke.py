@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rl.commands.doctor.check import TIMEOUT_S, Check, ask, fault_of
+from rl.commands.doctor.machine import TIMEOUT_S, Check, ask, fault_of
 from rl.commands.play_session import policy_server
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
@@ -19,7 +19,6 @@ from rl.models.tiny import MAX_LEN, make_tiny_model
 from rl.run_dir.metrics import read_metrics
 from rl.system.errors import ConfigError, RunError
 from rl.system.machine import is_cpu_vllm, machine, visible_gpus
-from rl.wire.inference_client import InferenceServers
 
 STEPS, REQUESTS, TOKENS = 3, 8, 64
 
@@ -38,7 +37,7 @@ def smoke_checks(config: RLConfig, children: Children) -> Iterable[Check]:
 def torch_gpus(work: Path, children: Children) -> Check:
     """Checks that torch sees all GPUs of the driver."""
     wanted = len(visible_gpus(dict(os.environ)))
-    answer = ask(children, work, "torch", "rl.trainer.gpus")
+    answer = ask(children, work, "torch", "rl.trainer.parallel.world")
     if answer.fault:
         return Check("torch", "FAIL", f"counting GPUs {answer.fault}")
     count, build = answer.lines[-1].split(" ", 1)
@@ -69,10 +68,9 @@ def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children)
         division = devices.split(smoke, machine())
     except ConfigError as error:
         return Check("FSDP", "FAIL", " ".join(str(error).split()))
-    smoke = devices.write_into(smoke, division)
     run_dir, ranks, start = smoke.run_dir, division.ranks, time.monotonic()
     write_config(run_dir.config, smoke)
-    child = roles.start(children, "trainer", run_dir, division.trainer, ranks, work / "logs")
+    child = roles.start(children, "trainer", run_dir, division, work / "logs")
     if fault := fault_of(child, TIMEOUT_S):
         return Check("FSDP", "FAIL", f"a training step on a tiny model {fault}")
     step_s = read_metrics(run_dir.metrics)[STEPS, "trainer"]["time/step"]
@@ -105,15 +103,8 @@ async def answers(model: Path, work: Path, children: Children) -> tuple[float, i
     sampling = {"max_tokens": TOKENS, "temperature": 1.0}
     prompts = [[3 + (7 * i + j) % 250 for j in range(16)] for i in range(REQUESTS)]
     starting = policy_server(config, str(model), work, children)
-    async with asyncio.timeout(TIMEOUT_S), starting as server:
-        servers = InferenceServers([], server.config.run_dir.status("inference"), TIMEOUT_S)
-        try:
-            await server.ready()
-            await servers.generate(0, prompts[0], sampling)  # the first request warms up the server
-            start = time.monotonic()
-            sampled = await asyncio.gather(
-                *(servers.generate(0, prompt, sampling) for prompt in prompts)
-            )
-            return time.monotonic() - start, sum(len(answer.completion_ids) for answer in sampled)
-        finally:
-            await servers.close()
+    async with asyncio.timeout(TIMEOUT_S), starting as server, server.client() as client:
+        await client.generate(0, prompts[0], sampling)  # the first request warms up the server
+        start = time.monotonic()
+        sampled = await asyncio.gather(*(client.generate(0, p, sampling) for p in prompts))
+        return time.monotonic() - start, sum(len(answer.completion_ids) for answer in sampled)

@@ -14,13 +14,12 @@ import datasets
 import verifiers as vf
 from verifiers.utils.env_utils import import_env_module
 
+from rl.config.environment_id import check_installed
 from rl.config.fields import without_none
-from rl.config.installed import check_installed
 from rl.config.outside import GROUP_PARAMETERS, not_a_column, not_given, rows_fault
-from rl.config.rows import info_of, prompt_of, task_rows
+from rl.config.rows import TABLES, info_of, prompt_of, task_rows
 from rl.envs.classic.client import chat_message, chat_tool
-from rl.models.hub import hub_or_cache
-from rl.models.tables import load_table
+from rl.models.hub import hub_or_cache, load_table
 from rl.system.errors import RunError
 from rl.system.functions import Blame, load_function
 from rl.system.terminal import did_you_mean
@@ -228,11 +227,11 @@ def load_rows(spec: EnvSpec) -> tuple[vf.SingleTurnEnv, dict[Split, Any]]:
 
 
 def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Rows:
-    """The tasks of a JSONL file, or of a Hugging Face dataset `owner/name` or
+    """The tasks of a JSONL file, of a table, or of a Hugging Face dataset `owner/name` or
     `owner/name:split`. Raises RunError for a row that is no task, or lacks a column that the
     reward function asks for."""
     path = Path(source).expanduser()
-    if path.is_file():
+    if path.is_file() and path.suffix not in TABLES:
         # As text: a typed table would give all rows the keys and the types of each other.
         return Rows(
             [json.dumps(row) for _, row in reward.checked(task_rows(path), source)],
@@ -241,14 +240,15 @@ def read(source: str, reward: "Reward", system_prompt: str | None = None) -> Row
         )
     if fault := rows_fault(source):
         raise RunError(f"dataset {source} {fault}")
-    name, _, split = source.partition(":")
+    name, _, split = (source, "", "") if path.is_file() else source.partition(":")
     with hub_or_cache(name) as unreachable:
         remedy = (
             f"{unreachable}: check the network, or give a JSONL file"
             if unreachable
             else "check name and split (owner/name:split)"
         )
-        with Blame(f"dataset {source}", f"{remedy}; {path.absolute()} is not a file either"):
+        remedy += f"; {path.absolute()} is not a file either"
+        with Blame(f"dataset {source}", "check the file" if path.is_file() else remedy):
             data = load_table(name, split or "train")
     as_written = dict if isinstance(data, list) else nested
     rows = ((f"{source} row {number}", as_written(row)) for number, row in enumerate(data))

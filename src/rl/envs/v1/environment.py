@@ -32,8 +32,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, task
 from verifiers.v1.utils.memory import trim_memory_periodically
 from verifiers.v1.utils.retries import run_episode_with_retry
 
-from rl.config.environment_id import module_name
-from rl.config.installed import check_installed, comes_with_verifiers
+from rl.config.environment_id import check_installed, comes_with_verifiers, module_name
 from rl.envs.environment import exits_are_errors, limited, places, v1_exports
 from rl.envs.policy import OVERRIDABLE, Policy, RolloutError
 from rl.envs.v1.client import ActiveTrace, PolicyClientConfig, as_episode

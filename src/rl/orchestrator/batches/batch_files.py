@@ -22,9 +22,7 @@ from rl.run_dir import spans
 from rl.run_dir.files import UNREADABLE, CorruptFileError, TakenError, append_file, write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir, numbers
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, RunDir, first_step, numbers
 from rl.system.errors import RunError
 from rl.wire.batch_file import (
     PLAIN_STEPS,

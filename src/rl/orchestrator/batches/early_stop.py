@@ -7,8 +7,7 @@ from itertools import takewhile
 import msgspec
 
 from rl.config.run import RLConfig
-from rl.diagnosis.environments import MANY_LONG
-from rl.diagnosis.remedies import MOSTLY, cut_off_remedy, equal_remedy
+from rl.diagnosis.environments import MANY_LONG, MOSTLY, cut_off_remedy, equal_remedy
 from rl.run_dir.status import EndKind
 from rl.wire.rollouts import Group, all_equal, at_least
 

@@ -149,7 +149,7 @@ def agent_rewards(results: Results) -> dict[str, float]:
     return metrics
 
 
-def difference(ours: Mapping[int, float], theirs: Mapping[int, float], seed: int) -> Difference:
+def difference(ours: Mapping[str, float], theirs: Mapping[str, float], seed: int) -> Difference:
     """Returns the mean of `ours - theirs` over the examples both have, with an interval from the
     paired percentile bootstrap.
 

@@ -18,8 +18,7 @@ from rl.orchestrator.workers.setups import EvalEnv
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog, read_metrics
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir
+from rl.run_dir.paths import RunDir, first_step
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout, at_least
 from rl.wire.worker_messages import derived_seed

@@ -16,8 +16,7 @@ import msgspec
 from rl.config.loss import AnyLossConfig, CrossEntropyConfig, PolicyGradientConfig
 from rl.config.run import RLConfig
 from rl.models.chat import Message, Tool, chat_call, chat_tools
-from rl.models.conversation import conversation_ids, has_content, missing_text
-from rl.models.renderer import load_renderer
+from rl.models.renderer import conversation_ids, has_content, load_renderer, missing_text
 from rl.orchestrator.workers.pool_worker import MOST_LIKELY
 from rl.system.errors import RunError
 from rl.wire.messages import VersionSpan

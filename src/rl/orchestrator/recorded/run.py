@@ -6,7 +6,6 @@ cut off are made again as they were, and all of them are checked before the firs
 """
 
 import asyncio
-import glob
 import hashlib
 import json
 import logging
@@ -30,9 +29,8 @@ from rl.orchestrator.progress import Progress
 from rl.orchestrator.recorded.lines import Converter, RecordedLine, lines_of, parse
 from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.access_token import run_token
-from rl.run_dir.files import write_file
-from rl.run_dir.origin import first_step, read_origin
-from rl.run_dir.paths import RunDir, numbers
+from rl.run_dir.files import matching, write_file
+from rl.run_dir.paths import RunDir, first_step, numbers, read_origin
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
@@ -65,8 +63,7 @@ class RecordedRollouts:
 
 def files_of(pattern: str) -> list[Path]:
     """Returns the files of recorded.rollouts. Raises RunError if there is none."""
-    paths = [Path(pattern)] if Path(pattern).is_file() else sorted(map(Path, glob.glob(pattern)))
-    files = [path for path in paths if path.is_file()]
+    files = [path for path in matching(pattern) if path.is_file()]
     if not files:
         raise RunError(
             f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or "

@@ -17,7 +17,7 @@ from rl.config.tinker import service_loss
 from rl.wire.messages import TrainBatch, TrainingSample
 
 MAX_LOG_RATIO = 10.0
-"""As of our own losses, see rl.trainer.loss.kl."""
+"""As of our own losses, see rl.trainer.loss.common."""
 LOWEST = -1e4
 """Stands for a log-probability of -inf, which the API does not take; the ratio is clamped far
 above."""
@@ -137,5 +137,5 @@ def agreement(inner: str, log_ratio: np.ndarray, lag_zero: np.ndarray) -> dict[s
 
 def k3(log_ratio: np.ndarray) -> np.ndarray:
     """Returns the estimates k3 of the KL divergence of the trainer from the sampler, see
-    rl.trainer.loss.kl."""
+    rl.trainer.loss.common."""
     return np.expm1(log_ratio) - log_ratio

@@ -24,11 +24,10 @@ from rl.config.run import RLConfig
 from rl.config.tinker import PUBLIC_SERVICE
 from rl.run_dir import spans
 from rl.run_dir.checksums import DIGESTS, MANIFEST, REMOTE, checksum, verify_version
-from rl.run_dir.digests import HASH, digest
 from rl.run_dir.files import CorruptFileError, write_directory, write_file
 from rl.run_dir.lease import ROLE_WAIT_S, hold_role
-from rl.run_dir.paths import RunDir
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, RunDir
+from rl.run_dir.safetensors import HASH, digest
 from rl.run_dir.status import Phase, Status
 from rl.system.errors import RESTART, RunError, exit_code_of
 from rl.system.linux import die_with_parent

@@ -19,11 +19,10 @@ from rl.run_dir.checksums import verify_checkpoint
 from rl.run_dir.files import CorruptFileError, clean_leftovers
 from rl.run_dir.lease import check_fence
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import numbers
+from rl.run_dir.paths import first_step, numbers
 from rl.run_dir.status import Phase, Status
 from rl.system import faults
-from rl.system.errors import GIVE_UP, RunError
+from rl.system.errors import GIVE_UP
 from rl.tinker.client.datums import ServiceBatch, metrics_of, prepare
 from rl.tinker.client.service import (
     Remote,
@@ -41,7 +40,7 @@ from rl.tinker.client.service import (
     write_checkpoint,
     write_version,
 )
-from rl.wire.batch_file import decode_batch
+from rl.wire.batch_file import batch_of
 from rl.wire.messages import RunEnded, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
 
@@ -131,13 +130,7 @@ class RemoteTrainer:
             if isinstance(answer, RunEnded):
                 print(f"the run has ended: {answer.reason}", flush=True)
             return None
-        batch = decode_batch(answer, f"batch {step} from the orchestrator").batch
-        if batch.step != step or not batch.num_loss_tokens:
-            raise RunError(
-                f"batch {step} from the orchestrator is batch {batch.step}, with "
-                f"{batch.num_loss_tokens} tokens to train on"
-            )
-        return prepare(batch, self.config)
+        return prepare(batch_of(step, answer, f"batch {step} from the orchestrator"), self.config)
 
     def train_batch(self, step: int, batch: ServiceBatch) -> dict[str, float]:
         """Has the service train one step, and returns its metrics. Waits for: the service."""

@@ -22,6 +22,7 @@ from rl.config.loss import (
 from rl.system.errors import RunError
 from rl.system.functions import UserFunction, returned
 from rl.trainer.loss.common import (
+    MAX_LOG_RATIO,
     LossFunction,
     LossInputs,
     log_mask_ratio,
@@ -29,8 +30,7 @@ from rl.trainer.loss.common import (
     log_update,
     sequence_means,
 )
-from rl.trainer.loss.kl import MAX_LOG_RATIO
-from rl.trainer.measure.memory import is_out_of_memory
+from rl.trainer.measure.performance import is_out_of_memory
 
 
 def none_clipped(inputs: LossInputs) -> Tensor:

@@ -21,10 +21,10 @@ from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
 from rl.models.folder import resolve_model
 from rl.system.errors import RunError
+from rl.trainer.data.batch_sources import prepare
 from rl.trainer.data.micro_batch import MicroBatch
 from rl.trainer.data.packing import Packed
-from rl.trainer.data.prefetch import prepare
-from rl.trainer.loss.kl import MAX_LOG_RATIO, k3
+from rl.trainer.loss.common import MAX_LOG_RATIO, k3
 from rl.trainer.model.head import mode_of, score
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import load_policy

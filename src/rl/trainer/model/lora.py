@@ -160,6 +160,22 @@ def warn(message: str) -> None:
         print(f"WARNING: trainer.lora: {message}", file=sys.stderr, flush=True)
 
 
+def warn_of_untrained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Warns of layers whose adapters no optimizer step has changed, because no gradient has reached
+    them: the model reads the layer's weight and never calls the layer. Call it after a step."""
+    names = [
+        name.partition(".lora_B.")[0]
+        for name, parameter in trainable(model).items()
+        if ".lora_B." in name and not optimizer.state[parameter]["step"]
+    ]
+    if names:
+        warn(
+            f"the adapters of {', '.join(last_names(names))} ({len(names)} layers) got no gradient "
+            "in the first step. Unless they are experts that saw no token, they never learn: leave "
+            "them out of trainer.lora.targets"
+        )
+
+
 def adapt_experts(model: nn.Module) -> None:
     """Makes experts compute with the adapters that peft gave to their stacked matrices.
 

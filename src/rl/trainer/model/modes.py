@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from rl.config.trainer import TrainerConfig
 from rl.system.errors import RunError
 from rl.trainer.model.attention import TreeMask
-from rl.trainer.model.compiled import compiled
+from rl.trainer.model.flex import compiled
 from rl.trainer.parallel.experts import experts_of
 from rl.trainer.parallel.world import World
 

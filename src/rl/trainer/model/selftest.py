@@ -14,6 +14,7 @@ are narrowed meanwhile.
 
 import math
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,10 +129,11 @@ def choose_mode(
             )
         if is_compiled(settings, modes[-1]):
             remedy = f"set trainer.compile = false, or {remedy}"
-        raise RunError(
-            f"{name} cannot be trained: no mode matches each sample computed alone ({rejected}); "
-            f"{remedy}"
-        )
+        why = "no mode matches each sample computed alone"
+        if len(test.errors) == len(modes):
+            traceback.print_exception(test.errors[-1])
+            why = "an error ended the test of each mode; the last one's traceback is above"
+        raise RunError(f"{name} cannot be trained: {why} ({rejected}); {remedy}")
     compute_in(model, dtype)
     if "torch._dynamo" in sys.modules:
         # what the test has compiled must not count towards the limit of compilations
@@ -169,6 +171,8 @@ class SelfTest:
         self.name = type(model).__name__.removeprefix("FSDP")
         self.difference = self.limit = 0.0
         self.alone: dict[torch.dtype, Alone] = {}
+        self.errors: list[Exception] = []
+        """On this rank, of modes that are not known to be impossible."""
         ids = torch.randint(
             model.config.get_text_config().vocab_size,
             (PREFIX + sum(BRANCHES),),
@@ -199,6 +203,8 @@ class SelfTest:
             let_pass(error)
             self.model.reset_iter_state()
             reason = describe(error)
+            if not isinstance(error, RunError):
+                self.errors.append(error)
         largest = torch.tensor(difference, dtype=torch.float64)
         self.difference = float(self.world.reduce(largest, dist.ReduceOp.MAX))
         spread = torch.tensor(alone.spread, dtype=torch.float64)

@@ -1,20 +1,22 @@
-"""Expert parallelism: each rank holds some of the experts of every layer, and tokens travel to
-their experts and back.
+"""Experts. Their load: the tokens that each layer's router sends to each of them in training.
+Expert parallelism: each rank holds some of the experts of every layer, and tokens travel to their
+experts and back.
 
 The ranks of an expert group are neighbours, and hold all experts together. Ranks of several groups
-that would hold the same experts shard them (FSDP), and sum their gradients: with that of its own
-group's tokens, which have come to the experts, each gradient is whole. The dispatch of tokens is
+that would hold the same experts shard them (FSDP), and sum their gradients. All tokens of a group
+come to its experts, so the sum of the groups' gradients is whole. The dispatch of tokens is
 transformers' own.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     EpDispatchExpertsParallel,
     replace_layer_number_by_wildcard,
@@ -34,14 +36,11 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_experts(folder: str, trust_remote_code: bool, world: World) -> None:
-    """Raises RunError unless the experts of the model in `folder` can be divided as `world`
-    says. Reads no weights."""
+def check_experts(model: PreTrainedModel, world: World) -> None:
+    """Raises RunError unless the experts of a model, which may be on the meta device, can be
+    divided as `world` says."""
     if not world.experts:
         return
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     name, experts, groups = type(model).__name__, experts_of(model), world.experts["expert"].size()
     setting = f"trainer.expert_parallel = {groups}"
     if not experts:
@@ -98,3 +97,35 @@ def dispatch_tokens(model: PreTrainedModel, world: World) -> None:
         experts.num_experts //= world.experts["expert"].size()
         experts.first_expert = experts.num_experts * world.experts["expert"].get_local_rank()
         EpDispatchExpertsParallel().install_forward(experts, world.experts["expert"])
+
+
+def count_tokens(model: PreTrainedModel, device: torch.device) -> None:
+    """Makes the experts of each layer count the tokens that they get in passes with a gradient.
+    Call it before experts are divided."""
+    for experts in experts_of(model).values():
+        experts.load = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
+        experts.register_forward_pre_hook(count)
+
+
+def count(experts: Any, inputs: tuple[Any, ...]) -> None:
+    """Counts the experts of each token, [T, k], the second of three inputs."""
+    if torch.is_grad_enabled() and len(inputs) == 3 and inputs[1].dtype == torch.int64:
+        chosen = inputs[1].flatten()
+        experts.load.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+def load_metrics(model: PreTrainedModel, world: World) -> dict[str, float]:
+    """Returns the metrics of all ranks' tokens since the last call; empty for a model without
+    experts. Every rank calls this."""
+    layers = [experts.load for experts in experts_of(model).values()]
+    if not layers:
+        return {}
+    counts = world.reduce(torch.stack(layers).double(), dist.ReduceOp.SUM)
+    for load in layers:
+        load.zero_()
+    busiest = counts.amax(1) / counts.mean(1).clamp(min=1e-9)
+    return {
+        "experts/load_mean": float(busiest.mean()),
+        "experts/load_max": float(busiest.max()),
+        "experts/unused": float((counts == 0).double().mean()),
+    }

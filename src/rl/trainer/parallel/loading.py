@@ -12,7 +12,7 @@ import copy
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,12 @@ from transformers.core_model_loading import (
 )
 
 from rl.system.errors import RunError
-from rl.trainer.parallel.experts import experts_of, placements_of
+from rl.trainer.parallel.experts import check_experts, experts_of, placements_of
 from rl.trainer.parallel.world import World
 
 SYNCHRONOUS = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Environment variable with which transformers loads in the calling thread alone."""
+"""Environment variable with which transformers loads in the calling thread alone, from the first
+model on."""
 ROUTER = re.compile(r"\b(gate|router)\.")
 """What models call the layers that choose experts."""
 
@@ -128,10 +129,10 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
         for leaf, parameter in list(experts.named_parameters(recurse=False)):
             if not isinstance(parameter, DTensor):
                 setattr(experts, leaf, reader.rows_of(experts, parameter))
-    if missing := sorted(report["missing_keys"]):
-        few = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    model.unused = few(report["unexpected_keys"])
+    if missing := few(report["missing_keys"]):
         raise RunError(
-            f"{folder}: its files lack {few}, which {type(model).__name__} needs; are they "
+            f"{folder}: its files lack {missing}, which {type(model).__name__} needs; are they "
             "complete, and of this model?"
         )
     if reader.whole and world and world.is_main:
@@ -141,6 +142,12 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
             flush=True,
         )
     return model
+
+
+def few(names: Collection[str]) -> str:
+    """Returns the first five names in their order, and how many others there are."""
+    others = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(sorted(names)[:5]) + others
 
 
 class Reader:
@@ -167,6 +174,8 @@ class Reader:
             settings: Any,
             **options: Any,
         ) -> Any:
+            if self.world:
+                check_experts(model, self.world)
             self.whole = why_whole(model, settings)
             with ExitStack() as opened:
                 if not self.whole:
@@ -272,16 +281,11 @@ class Reader:
             return rows
 
         handle = register_module_parameter_registration_hook(keep)
-        # not by patch.dict, which empties the environment for a moment that other threads see
-        before = os.environ.get(SYNCHRONOUS)
         os.environ[SYNCHRONOUS] = "1"
         try:
             yield
         finally:
             handle.remove()
-            del os.environ[SYNCHRONOUS]
-            if before is not None:
-                os.environ[SYNCHRONOUS] = before
 
     def layout(
         self, module: nn.Module, parameter: nn.Parameter

@@ -1,7 +1,6 @@
 """Reads examples for supervised fine-tuning from the rows of JSONL files, Hugging Face data
 sets, and a run's rollouts."""
 
-import glob
 import json
 import math
 import sys
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.fields import without_none
-from rl.config.rows import chat_messages
-from rl.config.sft import SftColumns, SftConfig
+from rl.config.kinds import SftColumns, SftConfig
+from rl.config.rows import TABLES, chat_messages
 from rl.models.chat import Message, Tool, chat_call, chat_tools
-from rl.models.hub import hub_or_cache
-from rl.models.tables import csv_rows, load_table
+from rl.models.hub import hub_or_cache, load_table
+from rl.run_dir.files import matching
 from rl.system.errors import RunError
 from rl.system.jsonl import json_objects
+from rl.system.terminal import did_you_mean
 from rl.wire.batch_file import check_given
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -26,6 +26,7 @@ EXAMPLE = (
     '{"prompt": "What is 2 + 2?", "completion": "4"} or {"messages": [{"role": "user", '
     '"content": ...}, {"role": "assistant", ...}]}'
 )
+PATTERN = "*?["
 ROLLOUT = {"messages", "reward", "outcome"}
 """Columns that mark a row as a rollout, from rollouts/*.jsonl or `rl collect`."""
 TRAINED = ("weight", "train")
@@ -166,8 +167,8 @@ def files_of(source: DataSource) -> list[Path] | None:
     if path.is_file():
         return [path] if path.suffix in (".jsonl", ".json") or is_compressed(path) else None
     if (path / "rollouts").is_dir():
-        pattern = f"{glob.escape(str(path))}/rollouts/*.jsonl"
-    elif any(sign in name for sign in "*?["):
+        pattern = f"{path}/rollouts/*.jsonl"
+    elif any(sign in name for sign in PATTERN) and not path.exists():
         pattern = str(path)
     elif path.is_dir() or (
         name.count("/") <= 1 and name[:1] not in (".", "/", "~") and path.suffix != ".jsonl"
@@ -179,7 +180,7 @@ def files_of(source: DataSource) -> list[Path] | None:
             "pattern, a run directory, or owner/name of a Hugging Face data set"
         )
     # a compressed file only if it is not there as it was written
-    matches = [Path(match) for end in (".gz", "") for match in glob.glob(f"{pattern}{end}")]
+    matches = matching(f"{pattern}.gz") + matching(pattern)
     files = {
         path.with_suffix("") if path.suffix == ".gz" else path: path
         for path in matches
@@ -218,31 +219,32 @@ def hub_rows(source: DataSource, config: SftConfig) -> Any:
     name, path, unreachable = source.dataset, Path(source.dataset).expanduser(), ""
     try:
         if path.is_file():
-            kind = path.suffix.removeprefix(".")
-            if kind not in ("parquet", "csv", "arrow"):
+            if path.suffix not in TABLES:
                 raise RunError(
                     f"{source.key} = {name!r}: unknown kind of file; give .jsonl, .parquet, .csv "
                     "or .arrow"
                 )
             refuse_split(source, config)
-            if kind == "csv":
-                return csv_rows(path)
-            return datasets.load_dataset(kind, data_files=str(path), split="train")
+            return load_table(name, "")
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             saved = datasets.load_from_disk(str(path))
             if isinstance(saved, datasets.DatasetDict):
+                if source.split not in saved:
+                    raise ValueError(f"no such split; {did_you_mean(source.split, saved)}")
                 return saved[source.split]
             refuse_split(source, config)
             return saved
         with hub_or_cache(name) as unreachable:
             return load_table(name, source.split, config.subset)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetGenerationError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         text = f"{str(error).strip().splitlines()[0]}; check name, sft.split and sft.subset"
         if unreachable:
             text = (
                 f"not in the cache of this machine, and {unreachable}; check the network, or give "
                 "a file"
             )
+        if path.is_dir() and any(sign in name for sign in PATTERN):
+            text = f"`datasets` takes its name for a pattern; rename it, or give {name}/*.jsonl"
         if not path.exists():
             text += f"; {path.absolute()} is not a file or folder either"
         raise RunError(f"{source.key} = {name!r} (split {source.split}): {text}") from None

@@ -16,12 +16,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from rl.config.kinds import SftConfig
 from rl.config.run import RLConfig
-from rl.config.sft import SftConfig
 from rl.models.chat import Message, RendererError, Tool
-from rl.models.conversation import REASONING, conversation_ids, has_content, missing_text
 from rl.models.folder import own_template, resolve_model, vocab_size
-from rl.models.renderer import Renderer, load_renderer
+from rl.models.renderer import (
+    REASONING,
+    Renderer,
+    conversation_ids,
+    has_content,
+    load_renderer,
+    missing_text,
+)
 from rl.models.tokenizer import hide_torch, load_tokenizer, text_ids, without_row
 from rl.run_dir.checksums import checksum, verify_files
 from rl.run_dir.files import CorruptFileError, write_directory
@@ -109,6 +115,8 @@ class Tokenizer:
                 "tokenizer has none; name one: "
                 "--model.chat_template chatml, or a file (or give prompt and completion as text)"
             )
+        if fault := self.renderer.fault:
+            self.warnings.add(f"{fault}; give another (model.chat_template), or teach it this one")
         messages = example.messages
         if self.sft.drop_reasoning:
             messages = [

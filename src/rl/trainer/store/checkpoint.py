@@ -2,15 +2,22 @@
 torch.distributed.checkpoint (DCP), complete by rename.
 
 `checkpoints/000012/` holds DCP's files and `manifest.json` with the size and checksum of each,
-which are verified before they are read. DCP's own metadata is a pickle, from which `reader` makes
-only the metadata of tensors.
+which are verified before they are read.
+
+DCP's own `.metadata` is a pickle, and the manifest with its hash lies beside it: whoever made the
+checkpoint controls both. So nothing is made of it but what DCP itself writes for tensors. What it
+keeps of other objects would be unpickled by torch, and is refused with the rest.
 """
 
+import errno
 import json
 import os
+import pickle
+import re
+import shutil
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,27 +25,136 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import MANIFEST, checksum, read_manifest, verify_checkpoint
-from rl.run_dir.digests import HASH, HashedStream
-from rl.run_dir.files import CorruptFileError, blake2b, commit_directory, fsync_path, temporary_name
+from rl.run_dir.files import (
+    CorruptFileError,
+    blake2b,
+    commit_directory,
+    fsync_path,
+    temporary_name,
+    with_path,
+)
 from rl.run_dir.paths import numbers
+from rl.run_dir.safetensors import HASH, HashedStream
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.system.machine import memory_bytes
 from rl.trainer.optim import local
 from rl.trainer.parallel.world import World
-from rl.trainer.store.reader import METADATA, CheckpointReader
-from rl.trainer.store.single_task_thread import SingleTaskThread
-from rl.trainer.store.space import require_space
+from rl.trainer.store.threads import SingleTaskThread
+
+SLACK_BYTES = 1 << 16
+"""Bytes reserved for headers, manifests and other small files."""
+
+
+def require_space(directory: Path, tensors: Iterable[Tensor]) -> None:
+    """Raises OSError (no space left) if the unsharded tensors do not fit on the file system of
+    `directory`.
+
+    Call it before a large write: safetensors and torch report a full disk in ways that cannot be
+    recognised.
+    """
+    needed = sum(tensor.nbytes for tensor in tensors) + SLACK_BYTES
+    if (free := shutil.disk_usage(directory).free) < needed:
+        text = f"no space left: {needed:,} bytes are needed, {free:,} are free"
+        raise OSError(errno.ENOSPC, text, str(directory))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file of adapters. The library's own `save_file` would turn an OSError
+    into text."""
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        path.write_bytes(save(whole, metadata={"format": "pt"}))
+    except OSError as error:
+        raise with_path(error, path) from None
+
+
+METADATA = ".metadata"
+OF_METADATA = (
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+NAMES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in OF_METADATA),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
+}
+"""All that the metadata of tensors are made of."""
+DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
+
+
+class TensorsOnly(pickle.Unpickler):
+    """Unpickles only the classes in NAMES."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in NAMES:
+            raise pickle.UnpicklingError(
+                f"{module}.{name} does not occur in checkpoints written by rl"
+            )
+        # its module has another name in Python 3.13
+        return Path if name == "PosixPath" else super().find_class(module, name)
+
+
+class CheckpointReader(FileSystemReader):
+    """The reader of one checkpoint, which was verified. Raises RunError for one that another
+    program than rl's trainer has written."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.metadata = metadata_of(path)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self.metadata
+
+
+def metadata_of(path: Path) -> Metadata:
+    """What a checkpoint holds and where. Raises as CheckpointReader does."""
+    try:
+        with (path / METADATA).open("rb") as file:
+            metadata = TensorsOnly(file).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"a {type(metadata).__name__}")
+        if not all(
+            DATA_FILE.fullmatch(info.relative_path) for info in metadata.storage_data.values()
+        ):
+            raise ValueError("it names files outside of the checkpoint")
+    except (
+        pickle.UnpicklingError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+    ) as error:
+        raise RunError(
+            f"{path / METADATA}: not written by rl's trainer ({error}), and nothing of it was run. "
+            f"Do not trust this run directory; to go on without this checkpoint move {path} away"
+        ) from None
+    return metadata
+
 
 READ_S = 600.0
 """Seconds that reading a checkpoint may take where nothing else is set."""
@@ -99,25 +215,23 @@ def snapshot(
 
 
 def require_host_memory(
-    model: PreTrainedModel, optimizer: Optimizer, dtype: torch.dtype, world: World
+    model: PreTrainedModel, dtype: torch.dtype, writes: bool, offloads: bool, world: World
 ) -> None:
-    """Raises RunError if this machine has less memory than its ranks will hold: the copy for
-    checkpoints and the newest version in `dtype`, which both stay, and offloaded moments. A rank
-    would be killed without a message, at the first checkpoint of each start."""
+    """Raises RunError if this machine has less memory than its ranks will hold: if the trainer
+    `writes`, the copy for checkpoints and the newest version in `dtype`, which both stay; if it
+    `offloads`, the moments. A rank would be killed without a message, at the first checkpoint of
+    each start."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    state = [local(tensor) for tensor in tensors_of(model, optimizer, world).values()]
     trained = [local(weight) for weight in model.parameters() if weight.requires_grad]
+    count = ranks * sum(weight.numel() for weight in trained)
     sizes = (
-        sum(tensor.nbytes for tensor in state),
-        # one of the replicas publishes
-        sum(weight.numel() for weight in trained) * dtype.itemsize // world.num_replicas,
-        sum(tensor.nbytes for tensor in state if tensor.is_cpu),
+        12 * count * writes,  # a weight and its moments, in float32
+        count * dtype.itemsize // world.num_replicas * writes,  # one of the replicas publishes
+        8 * count * offloads,
     )
     total = memory_bytes()[0]
-    if ranks * sum(sizes) > total:
-        copies, version, offloaded, memory = (
-            f"{size / 2**30:.1f} GiB" for size in (*(ranks * size for size in sizes), total)
-        )
+    if sum(sizes) > total:
+        copies, version, offloaded, memory = (f"{size / 2**30:.1f} GiB" for size in (*sizes, total))
         raise RunError(
             f"the copies of {ranks} rank(s) for checkpoints take {copies} of memory, for "
             f"policy versions {version}, and trainer.optim.offload {offloaded}, but this machine "
@@ -184,9 +298,8 @@ def write(
     faults.point("checkpoint.saved")
     # without .metadata.tmp
     sums = {name: file for name, file in files.sums.items() if name.startswith("__")}
-    if may_be_elsewhere(world):
-        for name in sums:
-            fsync_path(temporary / name)
+    for name in sums:  # rank 0's fsync, below, does not reach the pages of another machine
+        fsync_path(temporary / name)
     of_ranks = world.gather_bytes(json.dumps(sums).encode(), group)
     if world.is_main:
         manifest = {"step": step, "world_size": world.size, "model": model, "base": base}
@@ -197,12 +310,6 @@ def write(
         faults.point("checkpoint.manifest")
         commit_directory(temporary, path, new=True, fence=fence)
     world.barrier(group)
-
-
-def may_be_elsewhere(world: World) -> bool:
-    """Whether this rank may be on another machine than rank 0, whose fsync covers only the
-    writes of its own machine."""
-    return not world.is_main and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < world.size
 
 
 def cause_of(error: CheckpointException, folder: Path, state: dict[str, Tensor]) -> Exception:

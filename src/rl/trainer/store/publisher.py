@@ -5,8 +5,15 @@ A version is announced (`Published`) as soon as its digests are known, so that s
 from the trainer's memory, and again when its files are complete. They are made durable after that,
 by a thread of rank 0's, because no resume depends on them. Until then older versions are kept;
 meanwhile the next version may be announced and written.
+
+Servers of other hosts may read a version over the network, each rank's slices out of that rank's
+memory (`Registered`). An index in rank 0's memory says where. It has the name of the content, which
+is overwritten before any rank changes a byte, and a JSON object: the header of the version's file,
+and for each rank its agent, the address of the first byte of the first tensor, and its slices.
 """
 
+import base64
+import json
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -14,27 +21,86 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rl.config.trainer import DISK_S, WeightsConfig
 from rl.run_dir import spans
-from rl.run_dir.checksums import first_difference, is_delta, read_digests, verify_version
+from rl.run_dir.checksums import first_difference, is_delta, read_digests
 from rl.run_dir.files import CorruptFileError, make_durable, remove_directory
-from rl.run_dir.in_memory import Memory
+from rl.run_dir.in_memory import Memory, OverNetwork, new_name
 from rl.run_dir.lease import check_fence
-from rl.run_dir.paths import RunDir
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, RunDir
 from rl.run_dir.status import Phase, RunWarning
 from rl.system import faults, nixl
 from rl.system.errors import RunError
+from rl.system.linux import pid_scope
 from rl.trainer.determinism import differing_conditions
 from rl.trainer.model import lora
 from rl.trainer.parallel.world import World
-from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.ranks import RankThreads
-from rl.trainer.store.registered import Registered
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.image import Image, LastVersion, header, ranges
+from rl.trainer.store.threads import RankThreads, SingleTaskThread
 from rl.trainer.store.versions import PublishedVersion
 from rl.wire.messages import Acknowledged, WeightVersion
 from rl.wire.transport import OrchestratorClient, Wait
+
+
+class Registered:
+    """The slices of an image's ranks. Every rank makes it together with the others, and calls
+    every method."""
+
+    def __init__(self, image: Image):
+        """Raises RunError if NIXL cannot be used on any rank."""
+        self.image, self.memory = image, image.memory
+        self.index = torch.empty(0, dtype=torch.uint8)
+        self.name = new_name()
+        ranks = image.ranks.share(self._register)
+        image.ranks.of_main(lambda: self._write_index(ranks))
+
+    def _register(self) -> dict[str, Any]:
+        """Returns what a server needs to read this rank's slices."""
+        assert self.memory is not None
+        start, self.agent = self.memory.data_ptr() + self.image.start, nixl.make_agent(serves=True)
+        with nixl.blamed("the weights cannot be registered"):
+            if pieces := [
+                (start + first, end - first, 0, "") for first, end in ranges(self.image.slices)
+            ]:
+                self.agent.register_memory(pieces, nixl.DRAM)
+            agent = base64.b64encode(self.agent.get_agent_metadata()).decode()
+        numbers = {tensor.name: number for number, tensor in enumerate(self.image.tensors)}
+        slices = [(numbers[part.tensor.name], part.first, part.end) for part in self.image.slices]
+        return {"agent": agent, "start": start, "slices": slices}
+
+    def _write_index(self, ranks: list[dict[str, Any]]) -> None:
+        content = json.dumps(
+            {"header": header(self.image.tensors)[8:].decode(), "ranks": ranks}
+        ).encode()
+        self.index = torch.frombuffer(bytearray(self.name.encode() + content), dtype=torch.uint8)
+        with nixl.blamed("the index of the weights cannot be registered"):
+            registered = self.agent.register_memory(
+                [(self.index.data_ptr(), len(self.index), 0, "")], nixl.DRAM
+            )
+            self.metadata = self.agent.get_partial_agent_metadata(registered, True, ["UCX"])
+
+    def announce(self) -> OverNetwork | None:
+        """Returns where the content is, once all ranks have filled their slices; None on ranks
+        other than 0."""
+        self.image.ranks.share(lambda: None)
+        if not self.image.ranks.is_main:
+            return None
+        self.name = new_name()
+        self._mark(self.name.encode())
+        scope = pid_scope() if nixl.is_local() else ""
+        return OverNetwork(scope, self.metadata, self.index.data_ptr(), len(self.index), self.name)
+
+    def withdraw(self) -> None:
+        """Tells readers, which look at the mark after they have read, that the content is about
+        to change."""
+        self._mark(bytes(len(self.name)))
+
+    def _mark(self, mark: bytes) -> None:
+        if len(self.index):
+            self.index[: len(mark)] = torch.frombuffer(bytearray(mark), dtype=torch.uint8)
+
 
 MORE_S = 60.0
 """Seconds allowed for a version in addition to its disk's DISK_S and the orchestrator's timeout,
@@ -106,19 +172,19 @@ class Publisher:
         self.wait.about(Phase.PUBLISHING, number, "writing it")
         is_new = ranks.of_main(lambda: not path.exists())
         memory = self._in_memory(version)
-        if not self._is_written(number, path, version):
-            fence = partial(check_fence, self.run_dir.lock("trainer"))
-            with spans.span("digest_version", "publisher", number):
-                version.write_record(self.run_dir.digests(number), fence)
-            if is_new and memory:
-                self._announce(WeightVersion(number, str(path), memory), since)
-                faults.point("weights.in_memory")
-            with spans.span("write_version", "publisher", number):
-                # This process, which holds the role, has rejected an existing folder. It may have
-                # readers: replace it atomically.
-                last = self.last if self._is_delta(number) else None
-                # which servers read first
-                version.write(path, new=is_new, fence=fence, last=last, past_cache=bool(memory))
+        self._compare(number, version)
+        fence = partial(check_fence, self.run_dir.lock("trainer"))
+        with spans.span("digest_version", "publisher", number):
+            version.write_record(self.run_dir.digests(number), fence)
+        if is_new and memory:
+            self._announce(WeightVersion(number, str(path), memory), since)
+            faults.point("weights.in_memory")
+        with spans.span("write_version", "publisher", number):
+            # An existing folder, of a version that is trained again, may have readers: replace it
+            # atomically.
+            last = self.last if self._is_delta(number) else None
+            # which servers read first
+            version.write(path, new=is_new, fence=fence, last=last, past_cache=bool(memory))
         if self.config.anchor_every > 1 and self.last.number != number:
             self.last.keep(number, version.image)
         needed = self._announce(WeightVersion(number, str(path)), since)
@@ -174,32 +240,23 @@ class Publisher:
             self.announced, self.latency_s = number, time.monotonic() - since
         return needed
 
-    def _is_written(self, number: int, path: Path, version: PublishedVersion) -> bool:
-        """Whether the same version is already on disk and intact. It is after a kill, when a
-        resumed run trains it again. A delta is not read, which would take the memory for a whole
-        version, but written again; so is what is damaged.
-
-        Warns if the version on disk differs: then the run is not reproducible, and the new version
-        counts; the deltas that follow the old one are deleted.
-        """
-        record = self.ranks.of_main(lambda: content_of(read_digests, self.run_dir.digests(number)))
+    def _compare(self, number: int, version: PublishedVersion) -> None:
+        """Compares a version with its record if a resumed run, after a kill, trains it again. If
+        they differ the new one counts; deltas that follow the old one, and cannot be applied to
+        another, are deleted. Warns if equal conditions should have given the same bits."""
+        record = self.ranks.of_main(lambda: record_of(self.run_dir.digests(number)))
         if record is None:
-            return False
+            return
         tensor = first_difference(record["tensors"], version.digests_like(record["tensors"]))
-        if tensor is None:
-            kept = self.ranks.of_main(
-                lambda: None if is_delta(path) else content_of(verify_version, path)
-            )
-            return kept is not None and kept["tensors"] == record["tensors"]
-        if self.ranks.is_main:
-            self._replace(number, tensor, record.get("made_by", {}), version.made_by)
-        return False
+        if tensor is not None:
+            before, now = record.get("made_by", {}), version.made_by
+            self.ranks.of_main(lambda: self._replace(number, tensor, before, now))
 
     def _replace(
         self, number: int, tensor: str, before: dict[str, Any], now: dict[str, Any]
     ) -> None:
-        """Deletes the deltas that follow a version, which cannot be applied to another one. Warns
-        if the conditions `before` and `now` should give the same bits."""
+        """Deletes the deltas that follow a version. Warns of `tensor`, the first that differs, if
+        the conditions `before` and `now` should give the same bits."""
         later = number + 1
         while is_delta(path := self.run_dir.weights(later)):
             remove_directory(path)
@@ -244,9 +301,9 @@ class Publisher:
                 thread.result(what, self.deadline_s)
 
 
-def content_of(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any] | None:
-    """Returns what a version's files say; None if they are missing or damaged."""
+def record_of(path: Path) -> dict[str, Any] | None:
+    """Returns a version's record; None if it is missing or damaged."""
     try:
-        return read(path)
+        return read_digests(path)
     except CorruptFileError:
         return None

@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 from rl.config.trainer import TrainerConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
-from rl.run_dir.origin import first_step
-from rl.run_dir.paths import RunDir
-from rl.run_dir.retention import Retention
+from rl.run_dir.paths import Retention, RunDir, first_step
 from rl.run_dir.status import Phase
 from rl.system.errors import RESTART, RunError
 from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
-from rl.trainer.store.single_task_thread import SingleTaskThread
+from rl.trainer.store.threads import SingleTaskThread
 
 PAUSE = 20.0
 """With an interval in seconds, the least pause after a checkpoint, as a multiple of its cost: at
@@ -100,16 +98,17 @@ class Saver:
             due = is_free and now - self.since >= pause_s
         return bool(self.world.broadcast_int(due or step == last))
 
-    def save(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> None:
-        """Copies the state after `step` and starts to write it. Waits for: the previous
-        checkpoint, see `finish`."""
+    def copy(self, step: int, model: PreTrainedModel, optimizer: Optimizer) -> Callable[[], None]:
+        """Copies the state after `step`. Returns what starts to write the copy. Waits for: the
+        previous checkpoint, see `finish`."""
         self.finish()
         self.world.barrier()  # rank 0 deletes old checkpoints, which may take long
         now = time.monotonic()
         before = min(self.last_began, now)
         self.newest_started, self.last_began = step, now
         state = checkpoint.snapshot(model, optimizer, self.world, self.stager)
-        self.thread.start(self._write, step, state, checkpoint.fingerprint(model), now, before)
+        fingerprint = checkpoint.fingerprint(model)
+        return partial(self.thread.start, self._write, step, state, fingerprint, now, before)
 
     def _write(
         self, step: int, state: dict[str, Tensor], model: str, began: float, before: float

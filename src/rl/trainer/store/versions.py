@@ -15,8 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import DELTA, DIGESTS
-from rl.run_dir.digests import (
+from rl.run_dir.files import Fence, write_directory, write_file
+from rl.run_dir.in_memory import InMemory
+from rl.run_dir.safetensors import (
     HASH,
+    SINGLE,
     Digest,
     bounds,
     covers,
@@ -25,17 +28,12 @@ from rl.run_dir.digests import (
     digest_of_file,
     hash_each,
 )
-from rl.run_dir.files import Fence, write_directory, write_file
-from rl.run_dir.in_memory import InMemory
-from rl.run_dir.safetensors import SINGLE
 from rl.system import faults
 from rl.system.errors import RunError
 from rl.trainer.model import lora
-from rl.trainer.store.deltas import LastVersion
-from rl.trainer.store.image import Image, image_of
-from rl.trainer.store.layout import VersionTensor, header
-from rl.trainer.store.ranks import RankThreads
-from rl.trainer.store.space import require_space
+from rl.trainer.store.checkpoint import require_space
+from rl.trainer.store.image import Image, LastVersion, VersionTensor, header, image_of
+from rl.trainer.store.threads import RankThreads
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
@@ -228,6 +226,19 @@ def copy_small_files(base: Path, folder: Path) -> None:
 DRAFTING = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"}
 """Numbers of layers that only draft tokens for others to check. Nothing trains them, so no version
 has them: those of the base would draft for another model."""
+
+
+def say_what_is_left_out(base: Path) -> None:
+    """Prints that versions have no layers that draft tokens, if the base model has some."""
+    config = json.loads((base / "config.json").read_text())
+    for part in (config, config.get("text_config", {})):
+        for key in sorted(DRAFTING & part.keys()):
+            if part[key]:
+                print(
+                    f"{key} = {part[key]}: these layers, which draft tokens for speculative "
+                    "decoding, are not trained; versions have none of them, and 0 in config.json",
+                    flush=True,
+                )
 
 
 def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -1,1 +1,0 @@
-"""Runs on several machines: what Slurm, Kubernetes and Ray start."""

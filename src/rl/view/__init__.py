@@ -1,1 +1,0 @@
-"""The browser page of run directories: the page, and a server that reads them."""
