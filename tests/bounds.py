@@ -4,7 +4,6 @@ something known, of numbers roundings."""
 import resource
 import subprocess
 import sys
-import time
 
 IMPORTS = (
     "import msgspec, tomli_w; from pydantic import BaseModel; type('A', (BaseModel,), "
@@ -37,15 +36,3 @@ def imports_s() -> float:
     before = children_cpu_s()
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
     return children_cpu_s() - before
-
-
-def calls_s(number: int = 100_000) -> float:
-    """CPU seconds of so many calls of a function that does nothing: 100,000 take some 8 ms."""
-
-    def call() -> None:
-        pass
-
-    before = time.process_time()
-    for _ in range(number):
-        call()
-    return time.process_time() - before

@@ -14,6 +14,7 @@ from rl.homes.request import Request
 from rl.launch.children import Children
 from rl.launch.devices import mend_vllm_cpu
 from rl.models.tiny import make_tiny_model
+from rl.run_dir.paths import RunDir
 from tests.interpreters import IN_A_HOME
 
 MOST_WORKERS = 4
@@ -71,6 +72,12 @@ def classic_home() -> Home:
     """The home of rows and of single modules of the classic API. It is in the user's cache, so
     it is made once on a machine."""
     return ensure(Request("tests", None), print)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    """Of a run whose versions are in it."""
+    return RunDir(tmp_path, tmp_path / "weights")
 
 
 @pytest.fixture

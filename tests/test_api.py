@@ -66,16 +66,6 @@ def test_all_faults_of_a_configuration_are_one_exception():
     assert "trainer.optim.lr" in str(error.value) and "trainer.optim.rate" in str(error.value)
 
 
-def test_what_no_configuration_and_no_step_is_is_an_error():
-    tables = {"config": {"orchestrator": None}}
-    for given, words in (
-        ({"resume": "40"}, "resume = '40': give True, or the step to resume"),
-        (tables, "leave out keys that are None"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            rl.train(**given)
-
-
 def test_the_run_that_comes_back_is_the_one_that_was_made(tmp_path, monkeypatch):
     """A trial has a name of its own."""
     given = []
@@ -110,8 +100,6 @@ def test_a_run_that_fails_says_why(tmp_path, capfd):
     said = next(line for line in str(error.value).splitlines() if line.startswith("rl: "))
     # a notebook would have it twice
     assert "missing-env" in str(error.value) and said not in capfd.readouterr().out
-    with pytest.raises(ConfigError, match="bogus"):
-        rl.evaluate(config={"bogus": 1})
     with pytest.raises(ConfigError, match="outputs/none@best: no such run or model folder"):
         rl.evaluate("outputs/none@best")
     with pytest.raises(RunError, match=r"(?s)rl eval ended with \d+:.*@99: "):

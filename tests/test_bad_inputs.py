@@ -150,32 +150,16 @@ KEYS = [
         'an environment variable and write "env:NAME" here',
     ),
     args(
-        "--max_steps 5 --steps 6",
-        "max_steps = 5 (--max_steps) and steps = 6 (--steps)\n    set the same setting to "
-        "two values",
-    ),
-    args(
         "--learning_rate 1 --trainer.optim.lr 2",
         "learning_rate = 1 (--learning_rate) and trainer.optim.lr = 2",
     ),
 ]
 VALUES = [
     args(
-        "--max_steps 0",
-        "max_steps = 0 (--max_steps)\n    Input should be greater than or equal to 1",
-    ),
-    args(
-        "--max_steps 1000000",
-        "max_steps = 1000000 (--max_steps)\n    Input should be less than or equal to 999999",
-    ),
-    args(
         "--orchestrator.batch_size 99999999999999999999",
         "(--orchestrator.batch_size)\n    is too large; give a number below 2^63",
     ),
     args("--max_steps nan", "max_steps = nan (--max_steps)\n    Input should be a finite number"),
-    args(
-        "--seed 4294967296", "seed = 4294967296 (--seed)\n    Input should be less than 4294967296"
-    ),
     args("--seed", "seed (--seed)\n    needs a value: int"),
     args(
         "--trainer-gpus a,b",
@@ -201,18 +185,6 @@ VALUES = [
     args(
         "--orchestrator.sampling.temperature 0",
         "is greedy: all rollouts of a group would be identical; raise it",
-    ),
-    args("--orchestrator.sampling.top_p 1.5", "orchestrator.sampling.top_p = 1.5"),
-    args(
-        "--inference.port 70000",
-        "inference.port = 70000 (--inference.port)\n    Input should be less than or equal "
-        "to 65535",
-    ),
-    args("--trainer.checkpoint.interval 0", "trainer.checkpoint.interval = 0"),
-    args("--trainer.weights.keep_last 1", "trainer.weights.keep_last = 1"),
-    args(
-        "--supervisor.quarantine_after 0",
-        "supervisor.quarantine_after = 0 (--supervisor.quarantine_after)",
     ),
     args(
         "--trainer.loss.type dpo",
@@ -304,7 +276,6 @@ COMBINATIONS = [
         "--orchestrator.environment.network false",
         "network = False\n    has an effect only in a sandbox: set isolation",
     ),
-    args("--orchestrator.environment.isolation jail", "isolation = 'jail'"),
     args(
         f"{GROUPS} --trainer.minibatches 9",
         "exceeds the 8 groups of a batch, and a minibatch needs whole groups; lower it, or raise",
@@ -380,7 +351,6 @@ NAMES = [
         "--name a/b",
         "name: must not contain a slash or start with a dot; use output_dir for the location",
     ),
-    args("--name ..", "name = '..'\n    is used as a directory name"),
     args(
         "--name .hidden",
         "name = '.hidden'\n    is used as a directory name: must not contain a slash or "

@@ -8,7 +8,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import gpu_check
 import pytest
@@ -71,64 +70,6 @@ def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
         and cases["train_0.6B", "256"]["tokens_per_s"] > 0
     )
     assert "[aim: mfu >= 0.45" in printed and "alone over shared" in printed
-
-
-def test_what_does_not_fit_is_told_and_what_was_found_before_is_kept(tmp_path, monkeypatch, capsys):
-    def in_fork(function, log, limit_s):
-        raised = '{"case": "b", "raised": "InductorError: no"}\n' if function.func == "bare" else ""
-        Path(f"{log}.out").write_text(
-            '{"case": "a", "ms": 1.5, "aim": "ms <= 2"}\n' + raised + "x::y PASSED\nx::z "
-        )
-        Path(f"{log}.err").write_text("it broke")
-        ends = {"train_0.6B": None, "tree": 1}  # at its limit, with an error
-        limits.append(limit_s)
-        monkeypatch.setattr("time.monotonic", lambda: clock + 30.0 * len(limits))
-        return ends.get(function.func, 0)
-
-    limits, clock = [], gpu_check.STARTED
-    monkeypatch.setattr("time.monotonic", lambda: clock)
-    bench = SimpleNamespace(
-        Bench=lambda *_: None, in_fork=in_fork, told=gpu_bench.told, last_said=gpu_bench.last_said
-    )
-    monkeypatch.setitem(sys.modules, "benchmarks.gpu_bench", bench)
-    monkeypatch.setitem(
-        sys.modules,
-        "benchmarks.gpu_parts",
-        SimpleNamespace(PARTS={name: name for name in gpu_check.LIMITS}),
-    )
-    monkeypatch.setattr(gpu_check, "partial", lambda part, _: SimpleNamespace(func=part))
-
-    def run(*parts: str, budget: str = "") -> int:
-        flags = f"--tiny {budget} --output {tmp_path}/out.json"
-        only = "".join(f" --only {part}" for part in parts)
-        monkeypatch.setattr(sys, "argv", f"gpu_check.py {flags}{only}".split())
-        return gpu_check.main()
-
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert run(
-        "gradients", "train_0.6B", "bare", "offload", "tree", budget="--budget 200"
-    ) == 1 and limits == [
-        gpu_check.LIMITS[name] for name in ("gradients", "train_0.6B", "bare", "tree")
-    ]
-    results = json.loads((tmp_path / "out.json").read_text())
-    found = {part: result["state"] for part, result in results.items()}
-    # 110 of 200 s are left after three parts: one of 120 s is not begun, one of 60 s is
-    no_time = "skipped: no time"
-    expected = {
-        "gradients": "done",
-        "train_0.6B": "ended after its 150 s, having said: x::z ",
-        "bare": "raised errors: b",
-        "offload": no_time,
-    }
-    assert found == expected | {"tree": "failed with exit code 1: it broke"}
-    assert results["train_0.6B"]["cases"] == [{"case": "a", "ms": 1.5, "aim": "ms <= 2"}]
-    said = capsys.readouterr().out
-    assert "ms 1.5   [aim: ms <= 2]" in said and said.endswith(
-        "The rest: python scripts/gpu_check.py --only offload\n"
-    )
-    assert run("offload") == 1
-    later = json.loads((tmp_path / "out.json").read_text())
-    assert later["offload"]["state"] == "done" and later["gradients"] == results["gradients"]
 
 
 def test_the_calls_are_all_parts_and_each_fits_into_its_budget():

@@ -145,14 +145,6 @@ def test_a_dry_run_says_that_the_model_is_not_to_be_found(monkeypatch, capsys, n
     assert capsys.readouterr().err == "", "its machines have other folders"
 
 
-def test_dry_run_prints_what_would_be_submitted(engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "resolve_model", lambda *_, **__: "")
-    assert dry_run(make(tmp_path, engine="slurm")) == "script of x, 0.0.0.0"
-    monkeypatch.setattr(module, "engine_of", lambda config: None)
-    alone = RLConfig.model_validate({"orchestrator": {"environment": [{"id": "first-half"}]}})
-    assert dry_run(alone) == to_toml(alone)
-
-
 def test_the_exit_code_is_that_of_the_run(engine, tmp_path):
     """Regression: after `rl stop` it was 0, and `rl ... && next` went on."""
     config = make(tmp_path, engine="ray")

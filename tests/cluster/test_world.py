@@ -179,13 +179,6 @@ def test_all_machines_train_and_end_well(config):
         assert running.result() == 0
 
 
-def test_the_first_failure_ends_the_world_with_its_code(config):
-    with training(config) as (machines, running):
-        machines[1].exit_code = 3
-        assert running.result() == 3
-        until(lambda: all(status.agent == "ended" for status in running.nodes.statuses().values()))
-
-
 def test_a_lost_machine_is_a_death_and_the_next_world_goes_on_without_it(config):
     with training(config) as (machines, running):
         machines[2].die()

@@ -132,14 +132,6 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
     )
 
 
-def test_a_branch_says_what_becomes_of_the_learning_rate(run, launched, capsys):
-    branch(f"{run.root}@2", "--name y --trainer.optim.schedule cosine --max_steps 8")
-    assert (
-        "  learning rate of step 2: 1e-05 before, 9.62e-06 with these settings, which go on "
-        "from there\n" in capsys.readouterr().out
-    )
-
-
 def test_a_branch_ends_what_a_resume_refuses_and_says(run, launched):
     config = build(parse_args(words(f"@ {run.config} --trainer.optim.lr 3e-6")))
     (run.root / "status").mkdir(exist_ok=True)

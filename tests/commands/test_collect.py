@@ -137,12 +137,6 @@ def test_lines_say_which_agents_are_not_trained(tmp_path):
     ]
 
 
-def test_faults(tmp_path):
-    wrong = f"--orchestrator.environment.id say-digit --model.name {tmp_path}/nowhere"
-    code, _, err = rl(tmp_path, "collect", wrong, f"--output {tmp_path}/new/x.jsonl")
-    assert code == 1 and "nowhere" in err and not (tmp_path / "new").exists()
-
-
 def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
     path = tmp_path / "r.jsonl"
     told = Collection("p", {}, path, tokens=True)

@@ -1,17 +1,14 @@
 """`rl compare`: what it prints of two runs that are written here."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 
-from rl.commands.compare import means, seed_lines, stretches
+from rl.commands.compare import means, stretches
 from rl.config.command_line import to_toml
 from rl.records.comparison import texts
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.paths import BranchOrigin
 from tests.commands.driver import called
 from tests.flags import made
 
@@ -158,29 +155,3 @@ def test_parts_follow_the_reward_and_environments_are_not_mixed(runs, capsys, va
     out = called(capsys, "compare", "x", "y")[1].splitlines()
     heads = [line.split()[0] for line in out if line.startswith("reward/")]
     assert heads == [f"reward/{key}" for key in names.split()]
-
-
-def test_of_a_branch_it_says_where_it_began(runs, capsys):
-    Path("outputs", "y", "origin.json").write_bytes(
-        msgspec.json.encode(BranchOrigin("outputs/x", 1, 0.0, []))
-    )
-    assert (
-        called(capsys, "compare", "x", "y")[1].splitlines()[1]
-        == "B  outputs/y: 2 of 4 steps, branch of outputs/x at step 1"
-    )
-
-
-def test_what_a_common_seed_says():
-    def said(*kinds):
-        return seed_lines(
-            [
-                SimpleNamespace(config=SimpleNamespace(seed=seed, kind="sft" if sft else "rl"))
-                for seed, sft in kinds
-            ],
-            None,
-        )
-
-    assert (
-        "both have seed 3: it decides the order of the examples; " in said((3, True), (3, True))[0]
-    )
-    assert said((3, None), (4, None)) == said((3, True), (3, None)) == []

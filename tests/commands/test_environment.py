@@ -12,7 +12,6 @@ from rl.commands.environment import (
     environment_given,
     print_description,
     scratch,
-    task_text,
 )
 from rl.system.errors import RunError
 from rl.system.linux import pid_scope
@@ -106,15 +105,6 @@ def test_the_environment_and_its_arguments(capsys):
         assert f"rl env: --args{text}{fault}" in capsys.readouterr().err
 
 
-def test_a_task_in_words():
-    prompt = [{"role": "user", "content": "1+1?\nquick"}]
-    assert (
-        task_text({"prompt": prompt, "answer": "2", "info": {}, "n": 0})
-        == "user: 1+1?\n    quick\nanswer: 2\nn: 0"
-    )
-    assert task_text({"prompt": "x" * 3000}) == "x" * 2000 + "... (3000 characters)"
-
-
 def test_what_an_environment_says_does_not_act_on_the_terminal(capsys):
     description = Description(
         about={"kind": "classic", "tools": {"add": "\x1b[2J"}},
@@ -166,12 +156,3 @@ def test_rollouts_in_full(tmp_path):
     assert code == 0, err
     assert re.search(r"--- eval task 1\n  reward 1\.000 \(.*\)\n  finished, 6 tokens\n", out)
     assert "user: and again" in out and out.count("assistant: ") == 4
-
-
-def test_faults(tmp_path):
-    for args, code, said in (
-        (("nope",), 1, "`rl env install owner/nope`"),
-        (("say-digit", "--split", "test"), 2, "give train or eval"),
-    ):
-        found, _, err = rl(tmp_path, "env", *args)
-        assert found == code and said in err, err

@@ -13,7 +13,6 @@ from rl.commands.evaluate import (
     eval_part,
     evaluations_only,
     finished_report,
-    markdown,
     write_report,
 )
 from rl.commands.options import PolicySource
@@ -121,11 +120,6 @@ def test_pass_at_k_is_compared_where_both_have_enough_samples():
         "pass@1": -0.25,
         "pass@2": -0.5,
     }
-
-
-def test_one_policy_alone():
-    report = {"time": "now", "policies": [policy("p", {0: [1.0]})], "comparison": {}}
-    assert "| eval | measure | p |" in markdown(report) and "difference" not in markdown(report)
 
 
 def test_what_is_no_report(tmp_path):
@@ -236,20 +230,6 @@ def test_faults_are_told_before_anything_starts(args, code, said, tmp_path, monk
     err = capsys.readouterr().err
     assert err.startswith("rl eval: ") and said in err
     assert not list(tmp_path.iterdir())
-
-
-def test_missing_arguments_end_every_command_with_2(capsys):
-    asked = {
-        "eval": "nothing to evaluate",
-        "collect": "where to?",
-        "env": "which environment?",
-        "export": "which run?",
-        "replay": "which run?",
-    }
-    for command, said in asked.items():
-        with pytest.raises(SystemExit) as end:
-            subcommand(command, [*SAY_DIGIT] if command == "collect" else [], Children())
-        assert end.value.code == 2 and capsys.readouterr().err.startswith(f"rl {command}: {said}")
 
 
 def test_rows_without_held_out_ones_are_played_greedily_and_compared_with_those_of_a_report(

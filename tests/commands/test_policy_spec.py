@@ -63,16 +63,6 @@ def test_versions_of_a_run(run):
     assert "give a version number, or best" in fault(f"{run}@x")
 
 
-def test_weights_that_lie_elsewhere(run, tmp_path):
-    (run / "config.toml").write_text(
-        to_toml(config("--name r --trainer.weights.dir", str(tmp_path / "shm")))
-    )
-    (tmp_path / "shm" / "r" / "000007").mkdir(parents=True)
-    assert look(str(run)) == PolicySource(
-        "r@7", str(tmp_path / "shm" / "r" / "000007"), policy_version=7
-    )
-
-
 def test_the_best_version(run):
     assert f"{run}@best: the run has no finished evaluation" in fault(f"{run}@best")
     best = {
@@ -98,11 +88,6 @@ def test_a_run_that_is_not_there(run):
     )
     assert "contains the runs r" in fault(f"{near}@12")
     assert "give a model's folder, its id on the hub, or a run" in fault("/nowhere/at/all")
-
-
-def test_a_run_of_another_version_of_rl(run):
-    (run / "config.toml").write_text("bogus = 1\n")
-    assert "was not written by this version of rl" in fault(str(run)) and "bogus" in fault(str(run))
 
 
 def test_an_endpoint(monkeypatch):
@@ -152,14 +137,6 @@ def test_inference_servers_that_run_already():
     assert "no inference server answers at http://127.0.0.1:9" in fault(
         None, flags=("--orchestrator.inference_urls", '["http://127.0.0.1:9"]')
     )
-
-
-def test_a_label_as_a_file_name():
-    assert [PolicySource(label).slug for label in ("r@12", "a b/c:d", "...")] == [
-        "r@12",
-        "a-b-c-d",
-        "policy",
-    ]
 
 
 def test_adapters_are_served_with_their_base(run, tmp_path):

@@ -1,5 +1,5 @@
-"""`rl recipe`: the list, a copy, and what a check says of runs that are written here; the proof
-trains."""
+"""`rl recipe`: what is in recipe.toml, the list, a copy, and what a check says of runs that are
+written here; the proof trains."""
 
 import shlex
 import signal
@@ -8,28 +8,41 @@ from pathlib import Path
 import pytest
 
 from rl.commands import recipe
-from rl.commands import recipe as command
-from rl.commands.recipe import run_stage
+from rl.commands.recipe import CLONE, ENVIRONMENTS, RECIPES, program, read, run_stage
 from rl.run_dir.metrics import MetricsLog
 from tests.commands.driver import called, start, words
-from tests.commands.test_recipe_file import NOT_RUN, SOUND
 from tests.waiting import until
 
 MEASURE = "eval/adding/reward_mean"
+SOUND = """
+title = "Sums"
+environments = ["adding"]
+stages = ["sft @ sft.toml", "@ run.toml"]
+measure = "eval/adding/reward_mean"
+minutes = 1.5
+machine = "two cores"
+[curves]
+steps = [0, 10, 20]
+1 = [0.1, 0.8, 0.9]
+2 = [0.2, 0.6, 1]
+"""
+CURVES = SOUND[SOUND.index("[curves]") :]
+NOT_RUN = SOUND.replace(CURVES, 'aim = "0.4 -> 0.7 (https://example.com)"\n')
 RECIPE = SOUND.replace('"sft @ sft.toml", ', '"sft @ sft.toml", "export outputs/warm --to warm", ')
-THIRD = "3 = [0.1, 0.8, 0.95]\n"
 
 
 @pytest.fixture
 def recipes(tmp_path, monkeypatch):
     """A recipe of three stages and its environment, in a place of their own."""
     folder = tmp_path / "recipes" / "sums"
-    folder.mkdir(parents=True)
+    (folder / "__pycache__").mkdir(parents=True)
+    (folder / "__pycache__" / "x.pyc").touch()
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "run.toml").write_text(
         'name = "last"\nmax_steps = 20\n[orchestrator.environment]\nid = "adding"\n'
     )
     (tmp_path / "environments" / "adding").mkdir(parents=True)
+    (tmp_path / "environments" / "adding" / "adding.py").touch()
     monkeypatch.setattr(recipe, "RECIPES", tmp_path / "recipes")
     monkeypatch.setattr(recipe, "ENVIRONMENTS", tmp_path / "environments")
     monkeypatch.chdir(tmp_path)
@@ -48,7 +61,7 @@ def stages(recipes, monkeypatch):
             log.write(step, {MEASURE: value})
         return 0
 
-    monkeypatch.setattr(command, "run_stage", run)
+    monkeypatch.setattr(recipe, "run_stage", run)
     return ran, values
 
 
@@ -101,10 +114,9 @@ rl @ run.toml
 """,
         "",
     )
-    assert (
-        Path("my sums/run.toml").read_text() == (recipes / "run.toml").read_text()
-        and Path("my sums/environments/adding").is_dir()
-    )
+    files = {path.as_posix() for path in Path("my sums").rglob("*") if path.is_file()}
+    names = ("recipe.toml", "run.toml", "environments/adding/adding.py")
+    assert files == {f"my sums/{name}" for name in names}
     assert called(capsys, "recipe", "sums")[0] == 0 and Path("sums").is_dir()
     assert called(capsys, "recipe", "sums") == (
         1,
@@ -162,13 +174,9 @@ sums: eval/adding/reward_mean ends at 0.950; recorded: 0.900 to 1.000; needed: 0
     ]
 
 
-@pytest.mark.parametrize(
-    ("last", "third", "code"),
-    [(0.74, "", 1), (0.76, "", 0), (1.5, "", 0), (0.79, THIRD, 1), (0.81, THIRD, 0)],
-)
-def test_the_end_of_the_curve_decides(recipes, stages, capsys, last, third, code):
-    """Seeds that differ by 0.1: three of them widen their band by as much, two by 0.15."""
-    (recipes / "recipe.toml").write_text(RECIPE + third)
+@pytest.mark.parametrize(("last", "code"), [(0.74, 1), (0.76, 0), (1.5, 0)])
+def test_the_end_of_the_curve_decides(stages, capsys, last, code):
+    """Two seeds that differ by 0.1 widen their band by 0.15."""
     stages[1].update({10: 0.0, 20: last})
     assert called(capsys, "recipe", "sums", "--check")[0] == code
     assert called(capsys, "recipe sums --check --output again")[0] == code
@@ -211,7 +219,7 @@ def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
 
 
 def test_a_stage_that_fails_ends_the_check(recipes, capsys, monkeypatch):
-    monkeypatch.setattr(command, "run_stage", lambda words: 3)
+    monkeypatch.setattr(recipe, "run_stage", lambda words: 3)
     code, out, err = called(capsys, "recipe", "sums", "--check")
     assert (code, len(out.splitlines())) == (1, 1)
     assert (
@@ -240,7 +248,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
     server = recipes.with_name("server")
     server.write_text('#!/bin/sh\necho "$RL_TOKEN $*"\nexec sleep 600\n')
     server.chmod(0o755)
-    monkeypatch.setattr(command, "PYTHON", (str(server),))
+    monkeypatch.setattr(recipe, "PYTHON", (str(server),))
     seen = []
 
     def run(words):
@@ -249,7 +257,7 @@ def test_a_teacher_serves_while_the_last_stage_runs(recipes, capsys, monkeypatch
         seen.append((words[0], Path("teacher-1.log").exists()))
         return int(words[0] == "@")
 
-    monkeypatch.setattr(command, "run_stage", run)
+    monkeypatch.setattr(recipe, "run_stage", run)
     assert called(capsys, "recipe", "sums", "--check")[0] == 1, "it ends also when the stage fails"
     assert seen == [("sft", False), ("export", False), ("@", True)]
     said = (
@@ -283,6 +291,30 @@ sys.exit(main())
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143 and (folder / "ended").exists()
+
+
+@pytest.mark.parametrize(
+    ("lasts", "least"),
+    [([0.9], 0.75), ([0.9, 0.92], 0.75), ([0.9, 0.92, 0.91], 0.85), ([0.9, 0.6, 0.8], 0.3)],
+)
+def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_by_a_least_distance(
+    recipes, lasts, least
+):
+    text = SOUND.partition("1 = ")[0] + "".join(
+        f"{seed} = [0, 0, {last}]\n" for seed, last in enumerate(lasts, 1)
+    )
+    (recipes / "recipe.toml").write_text(text)
+    assert read("sums").least == pytest.approx(least)
+
+
+def test_rl_is_run_by_uv_in_a_clone_and_as_it_is_from_a_wheel(tmp_path, monkeypatch):
+    assert (RECIPES, ENVIRONMENTS) == (CLONE / "configs" / "recipes", CLONE / "environments")
+    assert (
+        program(CLONE / "sums") == "uv run rl"
+        and program(tmp_path / "sums") == f"uv run --project {CLONE} rl"
+    )
+    monkeypatch.setattr(recipe, "IS_INSTALLED", True)
+    assert program(tmp_path / "sums") == "rl"
 
 
 @pytest.mark.proof

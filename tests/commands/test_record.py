@@ -10,7 +10,7 @@ import pytest
 import rl
 from rl.commands.record import Recorder, ServerProcess
 from rl.orchestrator.recorded.lines import parse
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from tests import jsonl
 from tests.envs.stub_policy import StubPolicy, StubServers, call
@@ -263,11 +263,6 @@ def test_the_end_of_the_server_ends_a_call(recorder, tmp_path, monkeypatch):
     with pytest.raises(openai.BadRequestError, match="the policy's server has ended with 7"):
         ask(episode)
     assert episode.finish(1).outcome == "failed"
-
-
-def test_a_policy_that_cannot_be_served(tmp_path):
-    with pytest.raises(ConfigError, match="no such run or model folder"):
-        rl.record(str(tmp_path / "missing"), tmp_path / "r.jsonl")
 
 
 @pytest.mark.proof

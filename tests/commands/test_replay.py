@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -211,12 +210,6 @@ def test_examples_that_are_damaged_and_checkpoints_of_a_newer_rl_cannot_be_told_
     (run_dir.checkpoint(4) / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RunError, match=r"its hash is 'blake9'.*a newer rl wrote it"):
         plan(run_dir, tuned, 4, None)
-
-
-def test_a_dry_run_prints_what_the_trainer_would_be_told(run_dir, capsys):
-    assert main(words(f"{run_dir.root} --from 2 --dry-run"), Children()) == 0
-    replay = tomllib.loads(capsys.readouterr().out)["trainer"]["data"]["replay"]
-    assert (replay["run"], replay["start"], replay["until"]) == (str(run_dir.root), 2, 3)
 
 
 def test_a_run_that_has_deleted_old_batches_is_replayed_from_the_oldest_checkpoint_that_can_be(

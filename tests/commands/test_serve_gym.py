@@ -3,9 +3,7 @@
 import asyncio
 import json
 import signal
-import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -17,7 +15,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from rl.commands.serve_gym import programs_only
 from tests import jsonl
-from tests.commands.driver import rl, start
+from tests.commands.driver import start
 from tests.envs.model_server import ModelServer
 from tests.ports import free_ports
 from tests.web import serving
@@ -128,14 +126,3 @@ def test_web_pages_are_refused(headers, status):
 
     answer = asyncio.run(programs_only(make_mocked_request("POST", "/run", headers), handler))
     assert answer.status == status
-
-
-def test_faults(tmp_path: Path):
-    began = time.monotonic()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, _, err = rl(tmp_path, f"env say-digit --serve-gym {(port := taken.getsockname()[1])}")
-    assert (
-        code == 1
-        and f"--serve-gym = {port} on 127.0.0.1: Address already in use; choose another" in err
-    ), err
-    assert time.monotonic() - began < 30 and list(tmp_path.iterdir()) == []

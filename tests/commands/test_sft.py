@@ -6,11 +6,10 @@ import time
 
 import pytest
 
-from rl.config.command_line import load_config_or_exit
 from rl.config.run import shrink
 from rl.models.tiny import make_tiny_model
 from tests import jsonl
-from tests.commands.driver import rl, start, words
+from tests.commands.driver import rl, start
 from tests.flags import made
 
 
@@ -116,31 +115,6 @@ def test_wrong_data_is_said_before_anything_starts(place):
     assert "trainer" not in out and not list((place / "outputs" / "bad" / "logs").glob("trainer*"))
 
 
-def test_faults_of_the_configuration(place):
-    for args, said in (
-        (
-            (),
-            "rl sft: 1 fault in the configuration\n  sft.dataset (rl sft)\n    is missing; "
-            "set it\n",
-        ),
-        (
-            ("--sft.dataset d --trainer.loss.type clip",),
-            "supervised fine-tuning minimises cross entropy",
-        ),
-        (
-            ("--sft.dataset", "d", "--trainer.loss.token_mask", "[0.5, 2]"),
-            "trainer.loss.token_mask = [0.5, 2.0]",
-        ),
-        (("--sft.dataset d --sft.datasett e",), "did you mean sft.dataset?"),
-        (
-            ("--sft.dataset d --sft.validation e --sft.validation_fraction 0.1",),
-            "give only one of them",
-        ),
-    ):
-        code, out, err = rl(place, "sft", *args)
-        assert (code, out) == (2, "") and said in err, err
-
-
 def test_a_resolved_configuration(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
@@ -164,20 +138,3 @@ def test_a_resolved_configuration(tmp_path, monkeypatch):
         8,
         "sft-b-quick",
     )
-
-
-def test_a_flag_that_fine_tuning_does_not_read_is_warned_about(tmp_path, capsys):
-    path = tmp_path / "run.toml"
-    path.write_text("max_lag = 3\n[orchestrator]\nbatch_size = 128\n")
-    shared = words(f"@ {path} --sft.dataset owner/data")
-    load_config_or_exit(shared, "rl sft", variables={})
-    assert not capsys.readouterr().err  # a file shared with a run may have it
-    load_config_or_exit(
-        [*shared, *words("--orchestrator.batch_size 3 --max_lag 3")], "rl sft", variables={}
-    )
-    warning, why = "rl sft: warning:", "is not read by `rl sft`"
-    assert capsys.readouterr().err.splitlines() == [
-        f"{warning} orchestrator.batch_size = 3 (--orchestrator.batch_size) {why}; did you mean "
-        "sft.batch_size?",
-        f"{warning} max_lag = 3 (--max_lag) {why}; leave it out",
-    ]

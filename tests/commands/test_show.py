@@ -1,6 +1,5 @@
 """`rl show`: which rollouts it prints, what it says where there are none, and the pager."""
 
-import json
 import os
 import pty
 
@@ -97,35 +96,6 @@ def test_a_failed_rollout_has_no_reward(tmp_path, capsys):
     assert "group 7" not in called(capsys, f"show {file} --sort reward --reverse")[1]
 
 
-def test_a_mark_tells_worked_examples_from_what_the_policy_said(tmp_path, capsys):
-    talk = [
-        {"role": role, "content": role[0] + str(i)}
-        for i in range(2)
-        for role in ("user", "assistant")
-    ]
-    file = tmp_path / "rollouts.jsonl"
-    for num_prompt, said in (
-        (3, "user: u0,assistant: a0,user: u1,[the prompt ends here],assistant: a1"),
-        (1, None),
-        (None, None),
-    ):
-        file.write_text(
-            json.dumps(row(1, 0, 0.5) | {"messages": talk, "num_prompt_messages": num_prompt})
-            + "\n"
-        )
-        code, out, _ = called(capsys, "show", str(file))
-        assert code == 0 and out.splitlines()[3:] == (
-            said or "user: u0,assistant: a0,user: u1,assistant: a1"
-        ).split(",")
-
-
-def test_a_list_in_order_says_that_it_ends_early(run, rl, monkeypatch):
-    monkeypatch.setattr(show, "MOST_SORTED", 2)
-    said = "rl show: printed the first 2 of 3 in this order; --limit N prints more\n"
-    assert rl("x", "--sort reward --why trained") == (0, [2, 0], said)
-    assert rl("x", "--sort reward --limit 2")[2] == rl("x", "--sort reward --step 1")[2] == ""
-
-
 def test_where_nothing_fits_it_says_what_there_is(run, rl):
     assert rl("x", "--why nosignal") == (
         1,
@@ -157,16 +127,6 @@ def test_a_damaged_file_is_named_after_the_others(run, rl):
         1,
         [],
         "rl show: x: no finished rollouts; `rl doctor x` shows what the run is waiting for\n",
-    )
-
-
-def test_a_file_of_something_else_is_told_what_is_shown(run, rl):
-    run.joinpath("config.toml").write_text('name = "x"\n')
-    code, _, err = rl("outputs/x/config.toml")
-    assert code == 1 and err.endswith(
-        "outputs/x/config.toml: no finished rollouts; give a run's directory or name, or a "
-        "file of rollouts that `rl` has written, "
-        "one JSON object per line\n"
     )
 
 

@@ -154,22 +154,6 @@ def test_a_wrong_file_is_refused_before_a_step(place):
     assert "nothing was made yet" in err and not run_of(place, "bad").anything_made()
 
 
-def test_what_cannot_be_a_run(place):
-    for flags, message in (
-        (
-            ("--model.name", "tiny"),
-            "on which rollouts? Name the file: rl train --from rollouts.jsonl",
-        ),
-        ((*SETTINGS, "--sft.dataset", "x"), "two kinds of run"),
-        (
-            (*SETTINGS, "--orchestrator.teacher.base_url", "http://x/v1"),
-            "scores rollouts as they are played",
-        ),
-    ):
-        code, _, err = rl(place, "train", *flags)
-        assert code == 2 and message in err, err
-
-
 def test_a_flag_that_a_run_of_recorded_rollouts_does_not_read_is_warned_about(tmp_path, capsys):
     (tmp_path / "r.jsonl").touch()
     recorded = ["--recorded.rollouts", str(tmp_path / "r.jsonl")]

@@ -4,7 +4,6 @@ import json
 from collections import namedtuple
 
 from rl.diagnosis import disk
-from rl.system.terminal import size
 from tests.commands.driver import words
 from tests.flags import made
 
@@ -72,13 +71,3 @@ def test_what_is_kept_is_told(tmp_path):
         "checkpoints: the newest 2 and every 20th" in told
         and "batches: the newest 7 and those since the oldest checkpoint;" in told
     )
-
-
-def test_sizes():
-    assert [size(count) for count in (0, 1023, 1536, 1020 << 20, 1.5 * 2**30)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "1020 MiB",
-        "1.5 GiB",
-    ]

@@ -6,10 +6,8 @@ import os
 import pytest
 
 from rl.diagnosis.rollouts import (
-    Selection,
     heading,
     messages_text,
-    ranked,
     read_all,
     read_rollouts,
     rollout_files,
@@ -93,42 +91,6 @@ def test_a_damaged_file_costs_itself_alone(run):
         list(read_rollouts(run.rollouts(1)))
 
 
-def test_rollouts_are_chosen_by_what_they_are_and_what_became_of_them(run):
-    failed = row(8, why="timeout", env="f", task=0, error="late")
-    write_rollouts(run.rollouts(3), lines(failed, row(9, why="error"), row(10, 1.0)))
-    run.pending.unlink()
-    wanted = [
-        {"env": "f"},
-        {"task": "7", "why": "error"},
-        {"why": "error"},
-        {"why": "timeout"},
-        {"why": "trained"},
-        {"why": "no_signal"},
-    ]
-    found = [groups(run, selection=Selection(**one)) for one in wanted]
-    assert found == [[8], [9], [8, 9], [8], [10, 3, 4, 1], [2]]
-    seen = Selection()
-    groups(run, selection=seen)
-    assert seen.seen["env"] == {"e": 6, "f": 1} and seen.seen["why"] == {
-        "trained": 4,
-        "error": 2,
-        "timeout": 1,
-        "no_signal": 1,
-    }
-
-
-def test_the_best_and_the_worst_by_any_number():
-    rows = [
-        row(i, reward, metrics={"m": -reward})
-        for i, reward in enumerate([0.5, float("nan"), 2.0, 0.5, -1.0])
-    ]
-    assert [one["group_id"] for one in ranked(rows, "reward", 3)] == [2, 0, 3]
-    assert [one["group_id"] for one in ranked(rows, "reward", 2, lowest_first=True)] == [4, 0]
-    assert [one["group_id"] for one in ranked(rows, "m", 1)] == [4] and ranked(
-        rows, "trained", 9
-    ) == ranked(rows, "none", 9) == []
-
-
 def test_a_rollout_in_words():
     assert heading(
         row(
@@ -152,10 +114,6 @@ def test_a_rollout_in_words():
     assert heading(row(3, outcome="truncated", stop="max_turns_reached", num_turns=1)).endswith(
         "\n  truncated"
     )
-    of_endpoint = heading(
-        row(3, outcome="finished", stop="max_turns_reached", num_turns=0, num_tokens=5)
-    )
-    assert of_endpoint.endswith("\n  finished, 5 tokens")
     evaluated = {
         "policy_version": 10,
         "env": "e\x1b",

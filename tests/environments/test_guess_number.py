@@ -29,12 +29,6 @@ def test_the_answers_must_be_used(replies, reward, found, allowed):
     assert set(said[1:]) <= {"higher", "lower", "Say one number."}
 
 
-def test_the_prompt_has_a_solved_game():
-    prompt = load("guess-number").get_dataset().to_list()[0]["prompt"]
-    game = " ".join(message["content"] for message in prompt[1:-1])
-    assert game == "16 lower 8 higher 12 higher 14"
-
-
 def numbers(**args):
     """Of training, and of evaluation: prompts do not say them."""
     env = load("guess-number", **args)

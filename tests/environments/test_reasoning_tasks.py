@@ -49,8 +49,3 @@ def test_a_task_that_repeats_itself_has_no_held_out_question_in_training():
         load("reasoning-tasks", task="gcd", max_value=20, any_order=True)
     rows = load("reasoning-tasks", task="ab").get_dataset().to_list()
     assert len({*prompts_of(rows)}) == 400, "the same words in another order are another question"
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(RuntimeError, match="does not take"):
-        load("reasoning-tasks", task="gcd", colour="red")

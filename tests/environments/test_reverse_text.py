@@ -49,10 +49,3 @@ def test_more_words_are_for_training_alone():
     assert prompts_of(many.get_eval_dataset().to_list()) == held_out
     training = {*prompts_of(many.get_dataset().to_list())}
     assert len(training) == 1600 and training.isdisjoint(held_out)
-
-
-def test_more_texts_than_there_are():
-    with pytest.raises(
-        RuntimeError, match="different texts of 3 to 3 characters were found; lower count"
-    ):
-        load("reverse-text", max_length=3)

@@ -26,14 +26,6 @@ def test_every_turn_is_graded():
         assert client.prompts[1][-1] == {"role": "user", "content": INFO["later"][0]}
 
 
-def test_a_turn_that_was_not_played_scores_nothing():
-    load("sort-words")
-    import sort_words
-
-    assert sort_words.sortedness([{"role": "assistant", "content": ANSWERS[0]}], INFO) == 0.5
-    assert sort_words.sortedness([], INFO) == 0.0
-
-
 @pytest.mark.parametrize("kind", ["words", "numbers"])
 def test_three_turns_bring_everything_together(kind):
     env = load("sort-words", kind=kind, num_turns=3, items_per_turn=4, count=20, eval_count=4)

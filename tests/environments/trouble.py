@@ -2,7 +2,6 @@
 answer at once."""
 
 import os
-import sys
 import threading
 import time
 
@@ -33,14 +32,8 @@ def load_environment(how: str = "") -> vf.Environment:
             misbehave(how)
         return float(answer)
 
-    def in_own_venv() -> float:
-        return float(
-            sys.prefix != sys.base_prefix
-            and os.path.exists(os.path.join(sys.prefix, "of-the-test"))
-        )
-
     rows = [{"question": f"say {i}", "answer": str(i)} for i in range(6)]
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(rows),
-        rubric=vf.Rubric(funcs=[reward, in_own_venv], weights=[1.0, 0.0]),
+        rubric=vf.Rubric(funcs=[reward]),
     )

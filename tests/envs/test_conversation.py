@@ -10,8 +10,13 @@ from rl.envs.classic.client import TextConversation
 from rl.envs.policy import Conversation, RolloutError
 from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy, text
+from tests.models.conversations import assistant, user
 
 SAMPLING = {"max_tokens": 64, "temperature": 1.0}
+
+
+def answer(chat, prompt, **overrides):
+    return asyncio.run(chat.answer(prompt, None, overrides))
 
 
 def sent(policy):
@@ -20,16 +25,11 @@ def sent(policy):
 
 def test_a_long_chat_is_kept_once():
     policy = StubPolicy(lambda prompt: "answer", max_model_len=100_000)
-    chat = Conversation(policy, 0, SAMPLING)
-
-    async def talk():
-        messages = []
-        for number in range(200):
-            messages.append({"role": "user", "content": f"question {number}"})
-            await chat.answer(messages, None, {})
-            messages.append({"role": "assistant", "content": "answer"})
-
-    asyncio.run(talk())
+    chat, messages = Conversation(policy, 0, SAMPLING), []
+    for number in range(200):
+        messages.append(user(f"question {number}"))
+        answer(chat, messages)
+        messages.append(assistant("answer"))
     assert len(chat.history[-1].messages) == 400
     assert len({id(message) for past in chat.history for message in past.messages}) == 400
     assert [turn.prompt_ids for turn in chat.turns] == sent(policy)
@@ -40,19 +40,12 @@ def test_a_long_chat_is_kept_once():
 def test_routes_are_kept_once_for_each_token():
     policy = StubPolicy(lambda prompt: "answer")
     chats = [Conversation(policy, 0, SAMPLING) for _ in range(2)]
-
-    async def talk():
-        messages = [{"role": "user", "content": "question"}]
-        await chats[0].answer(messages, None, {})
-        policy.spec.routes = True
-        for _ in range(3):
-            _, answer = await chats[1].answer(messages, None, {})
-            messages += [
-                {"role": "assistant", "content": answer.content},
-                {"role": "user", "content": "next"},
-            ]
-
-    asyncio.run(talk())
+    messages = [user("question")]
+    answer(chats[0], messages)
+    policy.spec.routes = True
+    for _ in range(3):
+        content = answer(chats[1], messages)[1].content
+        messages += [assistant(content), user("next")]
     asked = [call["sampling"].get("routes") for call in policy.servers.asked]
     assert asked == [None, True, True, True] and not chats[0].turns[0].routes
     (chain,) = chats[1].turns.chains
@@ -61,18 +54,10 @@ def test_routes_are_kept_once_for_each_token():
 
 def test_words_that_the_assistant_has_begun_are_not_closed():
     """Regression: a second answer was sampled behind them, as if they were a whole turn."""
-    messages = [
-        {"role": "user", "content": "question"},
-        {"role": "assistant", "content": "The answer is"},
-    ]
-    with pytest.raises(
-        RolloutError, match="end with the assistant's words, which are not continued"
-    ) as raised:
-        asyncio.run(
-            Conversation(StubPolicy(lambda prompt: "answer"), 0, SAMPLING).answer(
-                messages, None, {}
-            )
-        )
+    chat = Conversation(StubPolicy(lambda prompt: "answer"), 0, SAMPLING)
+    refused = "end with the assistant's words, which are not continued"
+    with pytest.raises(RolloutError, match=refused) as raised:
+        answer(chat, [user("question"), assistant("The answer is")])
     assert raised.value.cause == "environment"
 
 
@@ -80,28 +65,15 @@ def test_words_that_the_assistant_has_begun_are_not_closed():
 def test_branches_continue_the_turn_that_they_leave(seed):
     """Two chats with common turns: each prompt is that of the newest conversation that it
     extends."""
-    draw, policy = (
-        random.Random(seed),
-        StubPolicy(lambda prompt: random.Random(prompt).choice(["yes", "no"])),
-    )
-    turns = Turns()
+    draw, turns = random.Random(seed), Turns()
+    policy = StubPolicy(lambda prompt: random.Random(prompt).choice(["yes", "no"]))
     chats = [Conversation(policy, 0, SAMPLING, turns) for _ in range(2)]
-    told = [[[{"role": "user", "content": "begin"}]] for _ in chats]
-
-    async def talk():
-        for _ in range(20):
-            i = draw.randrange(2)
-            messages = draw.choice(told[i])
-            _, answer = await chats[i].answer(messages, None, {})
-            told[i].append(
-                [
-                    *messages,
-                    {"role": "assistant", "content": answer.content},
-                    {"role": "user", "content": draw.choice("ab")},
-                ]
-            )
-
-    asyncio.run(talk())
+    told = [[[user("begin")]] for _ in chats]
+    for _ in range(20):
+        i = draw.randrange(2)
+        messages = draw.choice(told[i])
+        content = answer(chats[i], messages)[1].content
+        told[i].append([*messages, assistant(content), user(draw.choice("ab"))])
     assert [turn.prompt_ids for turn in turns] == sent(policy)
     for asked in map(text, sent(policy)):
         assert asked.endswith("assistant: ") and asked.count("begin") == 1
@@ -109,16 +81,10 @@ def test_branches_continue_the_turn_that_they_leave(seed):
 
 def test_a_text_continues_the_ids_of_its_earlier_answers():
     policy, turns = StubPolicy(lambda prompt: "answer", max_model_len=100_000), Turns()
-    talk = TextConversation(policy, 0, SAMPLING, turns)
-
-    async def go():
-        text = ""
-        for _ in range(50):
-            text += "question "
-            text += (await talk.answer(text, None, {}))[1].content
-        return text
-
-    text = asyncio.run(go())
+    talk, text = TextConversation(policy, 0, SAMPLING, turns), ""
+    for _ in range(50):
+        text += "question "
+        text += answer(talk, text)[1].content
     assert "".join(talk.history[-1].messages) == text
     assert [turn.prompt_ids for turn in turns] == sent(policy) and len(turns.chains) == 1
 
@@ -129,46 +95,25 @@ def test_a_text_continues_the_ids_of_its_earlier_answers():
 )
 def test_a_stop_string_is_left_out_of_the_content_and_kept_in_the_turn(overrides, content):
     """As OpenAI's servers do. The last token may have more than the stop string."""
-    policy, said = StubPolicy(lambda prompt: "<a>3</a>;"), "<a>3</a>;\x03"
+    policy = StubPolicy(lambda prompt: "<a>3</a>;")
     chat, talk = (
         kind(policy, 0, SAMPLING | {"stop": ["</a>", "</b>"]})
         for kind in (Conversation, TextConversation)
     )
 
-    async def go():
-        ask = {"role": "user", "content": "q"}
-        turn, answer = await chat.answer([ask], None, overrides)
-        assert answer.content == content and text(turn.completion_ids) == said
-        after, _ = await chat.answer(
-            [ask, {"role": "assistant", "content": content}, ask], None, overrides
-        )
-        assert after.prompt_ids[: len(turn.token_ids)] == turn.token_ids
-        turn, answer = await talk.answer("q", None, overrides)
-        assert answer.content == content and text(turn.completion_ids) == said
-        turn, _ = await talk.answer(f"q{content}!", None, overrides)
-        assert text(turn.prompt_ids) == f"q{content}!", "a text that was not sampled is encoded"
-
-    asyncio.run(go())
+    asked = [user("q")]
+    turns = []
+    for one, prompt in ((chat, asked), (talk, "q")):
+        turn, answered = answer(one, prompt, **overrides)
+        assert answered.content == content and text(turn.completion_ids) == "<a>3</a>;\x03"
+        turns.append(turn)
+    after, _ = answer(chat, [*asked, assistant(content), *asked], **overrides)
+    assert after.prompt_ids[: len(turns[0].token_ids)] == turns[0].token_ids
+    turn, _ = answer(talk, f"q{content}!", **overrides)
+    assert text(turn.prompt_ids) == f"q{content}!", "a text that was not sampled is encoded"
     assert policy.servers.asked[0]["sampling"]["stop"] == (
         overrides.get("stop") or ["</a>", "</b>"]
     )
-
-
-def test_a_text_begins_with_the_bos_token_of_its_tokenizer():
-    policy, turns = StubPolicy(lambda prompt: "b"), Turns()
-    policy.renderer.bos = "^"
-    talk = TextConversation(policy, 0, SAMPLING, turns)
-
-    async def go():
-        for asked in ("a", "abc", "another"):  # the second one continues the first
-            await talk.answer(asked, None, {})
-
-    asyncio.run(go())
-    assert [text(ids) for ids in sent(policy)] == [
-        "^a",
-        "^ab\x03c",
-        "^another",
-    ] and len(turns.chains) == 2
 
 
 @pytest.mark.parametrize("kind", [Conversation, TextConversation])
@@ -177,13 +122,9 @@ def test_each_turn_of_a_seeded_conversation_has_a_seed_of_its_own_and_again_the_
         policy = StubPolicy(lambda prompt: "yes")
         chat = kind(policy, 0, SAMPLING, Turns(), seed=seed)
 
-        async def talk():
-            for turn in range(3):
-                text = "a" + "yesa" * turn
-                prompt = text if kind is TextConversation else [{"role": "user", "content": text}]
-                await chat.answer(prompt, None, {})
-
-        asyncio.run(talk())
+        for turn in range(3):
+            text = "a" + "yesa" * turn
+            answer(chat, text if kind is TextConversation else [user(text)])
         return [call["sampling"].get("seed") for call in policy.servers.asked]
 
     assert seeds(7) == seeds(7) and len({*seeds(7), *seeds(8)}) == 6
@@ -201,7 +142,7 @@ def test_requests_of_one_conversation_at_once_have_seeds_of_their_own(kind):
 
     policy = StubPolicy(lambda prompt: later())
     chat = kind(policy, 0, SAMPLING, Turns(), seed=7)
-    prompt = "a" if kind is TextConversation else [{"role": "user", "content": "a"}]
+    prompt = "a" if kind is TextConversation else [user("a")]
 
     async def vote():
         await asyncio.gather(*(chat.answer(prompt, None, {}) for _ in range(5)))

@@ -11,11 +11,12 @@ from aiohttp import web
 from rl.envs.nemo_gym import wire
 from rl.envs.nemo_gym.environment import NemoGymEnvironment
 from rl.envs.policy import RolloutError
-from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
-from rl.wire.turns import answer_digest, unpack_ids
+from rl.wire.turns import answer_digest
 from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
+from tests.models.conversations import assistant, user
+from tests.raised import run_error
 from tests.web import WebServer
 
 POLICY_URL = "http://127.0.0.1:8321/v1"
@@ -247,18 +248,16 @@ def test_a_row_goes_to_the_agent_that_it_names_with_our_sampling(tmp_path):
         "max_tool_calls": 2,
     }
     assert rollout.messages == [
-        {"role": "user", "content": "task 1"},
-        {"role": "assistant", "content": "speller"},
+        user("task 1"),
+        assistant("speller"),
     ]
 
 
 def test_a_row_without_agent_goes_to_the_only_one(tmp_path):
     assert play(tmp_path, NemoGym(agents=("adder",)), agents=(None,)).reward == 1.0
-    with pytest.raises(
-        RunError, match=r"agents are adder, speller; .*ng_prepare_data \+mode=example_validation"
-    ):
+    with run_error(r"agents are adder, speller; .*ng_prepare_data \+mode=example_validation"):
         play(tmp_path, NemoGym(), agents=(None,))
-    with pytest.raises(RunError, match=r"rows are for agent painter; .* has adder, speller"):
+    with run_error(r"rows are for agent painter; .* has adder, speller"):
         play(tmp_path, NemoGym(), agents=("painter",))
 
 
@@ -287,29 +286,19 @@ def test_turns_with_tools_keep_their_tokens_and_become_messages(tmp_path):
     ]
     function = {"name": "add", "arguments": '{"a": 1}'}
     assert rollout.messages == [
-        {"role": "user", "content": "task 0"},
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "hm",
-            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
-        },
+        user("task 0"),
+        assistant(
+            "",
+            reasoning_content="hm",
+            tool_calls=[{"id": "c1", "type": "function", "function": function}],
+        ),
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
-        {"role": "assistant", "content": "two"},
+        assistant("two"),
     ]
     # difficulty came with the row
     assert (rollout.reward, rollout.metrics) == (0.5, {"accuracy": 1.0, "overlap": 0.25})
     assert (rollout.stop, rollout.truncated, rollout.overlong) == ("completed", False, False)
     assert rollout.num_prompt_messages == 1
-
-
-def test_a_rewritten_history_begins_a_new_sample(tmp_path):
-    gym = replying(says("a", **tokens([1], [2])), says("b", **tokens([1, 7, 5], [6])))
-    turns = play(tmp_path, gym).turns
-    assert [unpack_ids(turns.ids(chain)) for chain in range(len(turns.chains))] == [
-        [1, 2],
-        [1, 7, 5, 6],
-    ]
 
 
 @pytest.mark.parametrize("reward", [math.nan, None, "1", math.inf])
@@ -367,15 +356,11 @@ def test_load_names_what_is_missing(tmp_path):
         await env.start()
 
     nobody = SimpleNamespace(port=9)
-    with pytest.raises(
-        RunError, match=r"no NeMo Gym head server at http://127.0.0.1:9 .*scripts/nemo_gym.py start"
-    ):
+    with run_error(r"no NeMo Gym head server at http://127.0.0.1:9 .*scripts/nemo_gym.py start"):
         asyncio.run(start(make(tmp_path, nobody)))
-    with pytest.raises(
-        RunError, match=r"agent adder returns no token ids; .*vllm_model_for_training.yaml"
-    ):
+    with run_error(r"agent adder returns no token ids; .*vllm_model_for_training.yaml"):
         play(tmp_path, NemoGym(returns_tokens=False))
-    with pytest.raises(RunError, match=r"args.temperature is set by the sampling settings"):
+    with run_error(r"args.temperature is set by the sampling settings"):
         make(tmp_path, nobody, args={"temperature": 0.5})
     (tmp_path / "bad.jsonl").write_text('{"prompt": "x"}\n')
     for dataset, said in (
@@ -383,7 +368,7 @@ def test_load_names_what_is_missing(tmp_path):
         ("none.jsonl", "no file none.jsonl"),
         (str(tmp_path / "bad.jsonl"), r"bad.jsonl:1 is not"),
     ):
-        with pytest.raises(RunError, match=said):
+        with run_error(said):
             NemoGymEnvironment(
                 EnvSpec(name="gym", dataset=dataset, head_server="http://127.0.0.1:9"), policy()
             )
@@ -403,6 +388,8 @@ def test_replies_without_tokens(tmp_path):
         replying(says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens"),
     )
     assert (len(later.turns), later.overlong, later.turns[0].finish_reason) == (1, True, "stop")
+    cut = play(tmp_path, replying(FIVE, incomplete="max_output_tokens"))
+    assert (cut.truncated, cut.overlong, cut.turns[0].finish_reason) == (True, False, "length")
     uneven = says(
         "5", prompt_token_ids=[1], generation_token_ids=[2, 3], generation_log_probs=[-0.5]
     )
@@ -412,18 +399,6 @@ def test_replies_without_tokens(tmp_path):
         r"\[1, 2\]",
         tmp_path,
         replying(uneven),
-    )
-
-
-def test_an_answer_that_was_cut_off_is_truncated(tmp_path):
-    rollout = play(
-        tmp_path,
-        replying(FIVE, incomplete="max_output_tokens"),
-    )
-    assert (rollout.truncated, rollout.overlong, rollout.turns[0].finish_reason) == (
-        True,
-        False,
-        "length",
     )
 
 
@@ -496,5 +471,5 @@ def test_splits_and_tasks(tmp_path):
     env = make(tmp_path, SimpleNamespace(port=9), ("adder", "adder"), eval_dataset=held_out)
     assert (env.num_tasks("train"), env.num_tasks("eval")) == (2, 1)
     task = env.task("train", 1)
-    assert (task["prompt"], task["answer"]) == ([{"role": "user", "content": "task 1"}], 1)
+    assert (task["prompt"], task["answer"]) == ([user("task 1")], 1)
     assert env.describe()["rows of each agent"] == {"adder": 2}

@@ -17,13 +17,14 @@ from rl.wire.rollouts import Rollout, Turn
 from rl.wire.worker_messages import EnvSpec, PolicySpec
 from tests.envs.model_server import ModelServer
 from tests.envs.stub_policy import order
+from tests.models.conversations import assistant, user
 
 CALL = {
     "id": "c1",
     "type": "function",
     "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
 }
-USER = {"role": "user", "content": "1 + 2?"}
+USER = user("1 + 2?")
 
 
 async def chatting(server, *added, tools=None):
@@ -47,7 +48,7 @@ def test_earlier_answers_go_back_as_they_came():
     said = iter([{"content": "<think>hm</think>", "tool_calls": [CALL]}, {"content": "3"}])
     server = ModelServer(lambda body: next(said))
     # environments drop the reasoning
-    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    called = assistant("", tool_calls=[CALL])
     result = {"role": "tool", "tool_call_id": "c1", "content": "3"}
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     turns, answers = asyncio.run(chatting(server, [USER], [called, result], tools=tools))
@@ -81,11 +82,11 @@ def test_earlier_answers_go_back_as_they_came():
 
 def test_a_chat_that_is_no_continuation_is_sent_as_it_is():
     server = ModelServer(lambda body: {"content": "a"})
-    other = [{"role": "assistant", "content": "b", "reasoning_content": "so"}, USER]
+    other = [assistant("b", reasoning_content="so"), USER]
     asyncio.run(chatting(server, [USER], other))
     assert server.asked[1]["messages"] == [
         USER,
-        {"role": "assistant", "content": "<think>so</think>b"},
+        assistant("<think>so</think>b"),
         USER,
     ]
 
@@ -177,7 +178,7 @@ def test_a_row_shows_prompt_and_tools():
     }
     messages = [
         USER,
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        assistant("", tool_calls=[CALL]),
         {"role": "tool", "tool_call_id": "c1", "content": "3"},
     ]
     row = task_row("env", "eval", 4, {"prompt": messages, "tools": [tool], "answer": "3"})
@@ -197,7 +198,7 @@ def test_a_row_shows_prompt_and_tools():
             "env",
             "train",
             0,
-            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            {"prompt": [user([{"type": "image_url", "image_url": {}}])]},
         )
 
 
@@ -223,7 +224,7 @@ def test_the_sampling_of_a_row():
 
 def test_results_of_what_ended_badly():
     row = {"responses_create_params": {"input": [USER]}, "accuracy": "of the row"}
-    said = [USER, {"role": "assistant", "content": "3"}]
+    said = [USER, assistant("3")]
 
     def result_of(**fields):
         return to_result(row, Rollout(text=said, num_prompt_messages=1, **fields))

@@ -14,6 +14,8 @@ from rl.system.errors import RunError
 from rl.system.functions import load_function
 from rl.wire.worker_messages import EnvSpec
 from tests.envs.stub_policy import StubPolicy, played
+from tests.models.conversations import assistant, system, user
+from tests.raised import run_error
 
 REWARDS = """
 from beside import half
@@ -37,11 +39,11 @@ TEXT, IMAGE = (
     {"type": "text", "text": "What is it?"},
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
 )
-ASKED = [{"role": "user", "content": "a"}]
+ASKED = [user("a")]
 
 
 def asking(content):
-    return [{"prompt": [{"role": "user", "content": content}]}]
+    return [{"prompt": [user(content)]}]
 
 
 @pytest.fixture
@@ -87,11 +89,9 @@ def test_rows_are_played(folder):
     ]
     assert env.describe()["reward functions"] == {"exact": 1.0}
     task = env.task("train", 2)
-    assert (
-        task["info"] == {"level": 2}
-        and task["difficulty"] == 0.5
-        and task["prompt"][0]["content"] == "Digits."
-    )
+    assert task["info"] == {"level": 2}
+    assert task["difficulty"] == 0.5
+    assert task["prompt"][0]["content"] == "Digits."
 
 
 def test_columns_and_info_reach_the_function_and_groups_are_scored(folder):
@@ -104,11 +104,11 @@ def test_columns_and_info_reach_the_function_and_groups_are_scored(folder):
 
 
 def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
-    chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "a"}]
+    chat = [system("Own."), user("a")]
     tools = [
-        {"role": "user", "content": "b"},
-        {"role": "assistant", "content": "c"},
-        {"role": "user", "content": "d"},
+        user("b"),
+        assistant("c"),
+        user("d"),
     ]
     write(
         folder / "mixed.jsonl",
@@ -128,7 +128,7 @@ def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):
 
 def called(name, arguments):
     call = {"function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    return assistant("", tool_calls=[call])
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def called(name, arguments):
             [
                 {
                     "prompt": [
-                        {"role": "user", "content": "a"},
-                        {"role": "assistant", "content": "It is"},
+                        user("a"),
+                        assistant("It is"),
                     ],
                     "answer": "1",
                 }
@@ -178,7 +178,7 @@ def called(name, arguments):
             r"bad\.jsonl:1: prompt: ends with the assistant's words, which are not continued",
         ),
         (
-            [{"prompt": [called("f", "a=1"), {"role": "user", "content": "a"}], "answer": "1"}],
+            [{"prompt": [called("f", "a=1"), user("a")], "answer": "1"}],
             r"bad\.jsonl:1: prompt\[0\]: the arguments of f are a text; give an object",
         ),
         ([ROW, ROW | {"info": "see page 3"}], r"bad\.jsonl:2: info: a text that is not JSON"),
@@ -203,7 +203,7 @@ def called(name, arguments):
 )
 def test_faults_of_rows_name_the_line(folder, rows, text):
     write(folder / "bad.jsonl", rows)
-    with pytest.raises(RunError, match=text):
+    with run_error(text):
         made(dataset="bad.jsonl")
 
 
@@ -223,7 +223,7 @@ def test_faults_of_rows_name_the_line(folder, rows, text):
 )
 def test_faults_of_functions_name_the_place(folder, reward, text):
     (folder / "broken.py").write_text("a = 0\nb = 1 / a\nf = print\n")
-    with pytest.raises(RunError, match=text):
+    with run_error(text):
         made(reward)
 
 
@@ -242,7 +242,7 @@ def test_faults_of_functions_name_the_place(folder, reward, text):
     ],
 )
 def test_faults_of_the_settings(folder, spec, text):
-    with pytest.raises(RunError, match=text):
+    with run_error(text):
         made(**spec)
 
 
@@ -260,17 +260,11 @@ def test_a_dataset_of_the_hub(folder, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("rl.models.hub.hub_fault", lambda: "")
     env = made(dataset="owner/name", eval_dataset="owner/name:test[:10]")
-    assert (
-        asked == [("owner/name", "train"), ("owner/name", "test[:10]")]
-        and played(env)[0].reward == 0.5
-    )
-    with pytest.raises(
-        RunError, match=r"owner/name:none raised ValueError: Unknown split .*check name and split"
-    ):
+    assert asked == [("owner/name", "train"), ("owner/name", "test[:10]")]
+    assert played(env)[0].reward == 0.5
+    with run_error(r"owner/name:none raised ValueError: Unknown split .*check name and split"):
         made(dataset="owner/name:none")
-    with pytest.raises(
-        RunError, match="owner/name:odd row 0: no prompt or question, only text, answer"
-    ):
+    with run_error("owner/name:odd row 0: no prompt or question, only text, answer"):
         made(dataset="owner/name:odd")
 
 
@@ -293,9 +287,8 @@ def test_a_table_is_played(folder, name):
 def test_a_hub_out_of_reach_is_told(folder, monkeypatch):
     """tests/models/test_hub.py has the silent one."""
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        RunError,
-        match=r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file",
+    with run_error(
+        r"http://127\.0\.0\.1:9 does not answer .*: check the network, or give a JSONL file"
     ):
         made(dataset="nobody/nothing")
 
@@ -348,9 +341,9 @@ def test_values_arrive_as_they_were_written(seen):
     rows = [
         {
             "prompt": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "user", "content": "b"},
+                user("a"),
+                assistant(None, tool_calls=[call]),
+                user("b"),
             ],
             "answer": answer,
             "example_id": f"id-{answer}",
@@ -400,10 +393,9 @@ def test_reward_functions_of_trl_score_lists(seen):
 
 @pytest.mark.parametrize("reward", ["shadowed", "anything"])
 def test_a_column_that_a_function_cannot_be_given_is_refused_by_name(seen, reward):
-    with pytest.raises(
-        RunError,
-        match=r"given\.jsonl:2: reward functions get verifiers' own `state`; give that column "
-        r"another name",
+    with run_error(
+        r"given\.jsonl:2: reward functions get verifiers' own `state`; give that column "
+        r"another name"
     ):
         seen([ROW, ROW | {"state": "Ohio"}], reward)
     seen([ROW], reward)

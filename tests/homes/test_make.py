@@ -380,13 +380,6 @@ def test_only_a_fault_of_the_folder_of_homes_is_blamed_on_it(index, said, error,
     assert ("set RL_ENVIRONMENTS to a folder" in text) is bool(remedy) and remedy in text
 
 
-def test_a_place_that_cannot_be_written(index, said, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "file" / "x"))
-    with pytest.raises(RunError, match=r"set RL_ENVIRONMENTS to a folder .* that can be written"):
-        ensure(ROWS, said.append)
-
-
 def test_a_record_is_played_with_the_same_packages(index, said):
     index.publish("ada/hello", CLASSIC)
     hello = request("ada/hello")

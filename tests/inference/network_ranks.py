@@ -2,7 +2,6 @@
 of a trainer, and readers of theirs."""
 
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,10 +17,11 @@ from rl.run_dir.checksums import content_of
 from rl.run_dir.files import write_file
 from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.safetensors import digest
-from rl.trainer.parallel.world import start_world
+from rl.trainer.parallel.world import World
 from rl.trainer.store.image import Image, Slice
 from rl.trainer.store.publisher import Registered
 from rl.trainer.store.threads import RankThreads
+from tests.trainer.layouts import Layout, joined
 from tests.trainer.store.images import laid_out
 
 SIZE = 2
@@ -51,38 +51,25 @@ def read_announced(path: Path) -> OverNetwork:
     return msgspec.json.decode(path.read_bytes(), type=OverNetwork)
 
 
-def main() -> None:
-    """A rank, until it is killed: RANK PORT VERSION ANNOUNCED."""
-    rank, port, version, announced = (
-        int(sys.argv[1]),
-        sys.argv[2],
-        Path(sys.argv[3]),
-        Path(sys.argv[4]),
-    )
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(SIZE),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    world, tensors = (
-        start_world(False, 60.0, start_timeout_s=60.0),
-        load_file(version / "model.safetensors"),
-    )
+def hold(rank: int, world: World, tensors: dict[str, Tensor], announced: Path) -> None:
+    """Has this rank's half of a version in memory, and says so."""
     found = laid_out(tensors)
-    image = Image(
-        found,
-        [Slice(tensor, *halves(tensors[tensor.name])[rank]) for tensor in found],
-        RankThreads(world, 60.0),
-    )
+    slices = [Slice(tensor, *halves(tensors[tensor.name])[rank]) for tensor in found]
+    image = Image(found, slices, RankThreads(world, 60.0))
     image.claim()
     for part in image.slices:
         values = tensors[part.tensor.name].reshape(-1).view(torch.uint8)
         image.bytes_of(part.tensor, part.first, part.end).copy_(values[part.first : part.end])
-    registered = Registered(image)
-    if memory := registered.announce():
+    if memory := Registered(image).announce():
         write_file(announced, msgspec.json.encode(memory))
     time.sleep(600)
+
+
+def main() -> None:
+    """A rank, until it is killed: RANK PORT VERSION ANNOUNCED."""
+    rank, port, version, announced = sys.argv[1:]
+    with joined(int(rank), iter([port]), Layout(SIZE)) as world:
+        hold(int(rank), world, load_file(f"{version}/model.safetensors"), Path(announced))
 
 
 def read_forever() -> None:

@@ -32,7 +32,6 @@ from rl.inference.worker import count_uncompiled
 from rl.run_dir.checksums import Mirror, content_of
 from rl.run_dir.files import temporary_name
 from rl.run_dir.in_memory import OverNetwork
-from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import HASH, TensorEntry, digest
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.store import versions
@@ -40,6 +39,7 @@ from rl.wire.inference_client import Balancer, LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
 from tests.families import make_old_model, make_seeing_model
+from tests.raised import run_error
 
 
 def test_engine_args_take_numbers_bools_lists_and_tables():
@@ -186,13 +186,13 @@ EXPECTED = {
 )
 def test_weights_must_fit_the_model(tmp_path, tensors, tied, fault):
     write_safetensors(tmp_path / "model.safetensors", tensors)
-    with pytest.raises(RunError, match=fault) if fault else nullcontext():
+    with run_error(fault) if fault else nullcontext():
         check_weights(tmp_path, tmp_path, EXPECTED, tied)
     write_safetensors(tmp_path / "model.safetensors", tensors, cut=5)
-    with pytest.raises(RunError, match=r"model.safetensors: has .* bytes, its header says"):
+    with run_error(r"model.safetensors: has .* bytes, its header says"):
         check_weights(tmp_path, tmp_path, EXPECTED, tied)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(RunError, match="lacks weights"):
+    with run_error("lacks weights"):
         check_weights(tmp_path, tmp_path, EXPECTED, tied)
 
 
@@ -215,12 +215,11 @@ def test_a_version_has_what_is_trained_of_the_base_by_whatever_name(tmp_path, fa
         ({name: found[name] for name in found if name != lost}, "norm|ln_.* is missing"),
         (found | {"mtp.fc": found[lost]}, "mtp.fc is not in the model"),
     ):
-        with pytest.raises(RunError, match=fault):
+        with run_error(fault):
             check_weights(tmp_path / "version", base, expected, True, tensors)
 
 
-def test_the_newest_sound_version_is_served(tmp_path, capfd):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
+def test_the_newest_sound_version_is_served(run_dir, capfd):
     claimed = []
     assert newest_sound_version(run_dir, Mirror(), claimed.append) is None
     for version in (1, 2, 3, 4):
@@ -246,9 +245,8 @@ def test_the_newest_sound_version_is_served(tmp_path, capfd):
     assert [line.partition(": /")[0] for line in said] == [
         f"inference: WARNING: skipping policy version {v}" for v in (4, 3)
     ]
-    assert (
-        "bytes, its header says" in said[0] and "tensor b.weight is not what was written" in said[1]
-    )
+    assert "bytes, its header says" in said[0]
+    assert "tensor b.weight is not what was written" in said[1]
     shutil.rmtree(run_dir.weights(2))
     # without checksums
     assert newest_sound_version(run_dir, Mirror(), claimed.append) == WeightVersion(

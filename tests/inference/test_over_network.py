@@ -22,10 +22,8 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import content_id, content_of
 from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.lease import hold_role
-from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import digest
 from rl.system import nixl
-from rl.system.errors import RunError
 from rl.trainer.store import versions
 from rl.trainer.store.publisher import Publisher, Registered
 from rl.wire.messages import Acknowledged, WeightVersion
@@ -33,6 +31,7 @@ from rl.wire.transport import Wait
 from tests.families import CONFIGS
 from tests.inference.network_ranks import SIZE, content_in_halves, read_announced
 from tests.inference.servers import assert_logprobs, start_server, write_digests
+from tests.raised import run_error
 from tests.trainer.parallel.test_sharding import free_ports
 from tests.trainer.store.images import fill, image_like
 from tests.zygote import Forked, trainer_zygote
@@ -73,15 +72,15 @@ def test_tensors_are_those_in_memory_and_the_content_is_that_of_the_digests(regi
     )
     check_content(memory, tmp_path, weights.tensors, False, expected)
     for other in ("0" * 32, ""):
-        with pytest.raises(RunError, match="does not match its digests"):
+        with run_error("does not match its digests"):
             check_content(memory, tmp_path, weights.tensors, False, other)
-    with pytest.raises(RunError, match="does not fit the served model: other is missing"):
+    with run_error("does not fit the served model: other is missing"):
         check_content(
             memory, tmp_path, weights.tensors | {"other": weights.tensors["none"]}, False, expected
         )
-    with pytest.raises(RunError, match="no rank of the trainer has byte"):
+    with run_error("no rank of the trainer has byte"):
         weights.fill(weights.reader, MATRIX.nbytes + 10, memoryview(bytearray(64)))
-    with pytest.raises(RunError, match=r"processes of its own host alone.*UCX_NET_DEVICES"):
+    with run_error(r"processes of its own host alone.*UCX_NET_DEVICES"):
         NetworkWeights(
             OverNetwork("elsewhere", memory.agent, memory.address, memory.size, memory.name)
         )
@@ -102,7 +101,7 @@ def test_memory_that_is_claimed_while_it_is_read_does_not_count(registered):
 
 
 def test_what_the_publisher_announces_has_the_recorded_digests_until_the_next_version(
-    tmp_path, model
+    run_dir, model
 ):
     announced: list[WeightVersion] = []
 
@@ -111,7 +110,6 @@ def test_what_the_publisher_announces_has_the_recorded_digests_until_the_next_ve
             announced.append(version)
             return Acknowledged(version.policy_version)
 
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     lock = hold_role(run_dir.lock("trainer"), 5.0)
     publisher = Publisher(
         run_dir, WeightsConfig(transport="nixl"), Client(), Wait(60, lambda *_: None)
@@ -138,7 +136,7 @@ def test_what_the_publisher_announces_has_the_recorded_digests_until_the_next_ve
 
 def test_without_its_libraries_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, f"{nixl.PACKAGE}._api", None)
-    with pytest.raises(RunError, match="uv sync --extra nixl"):
+    with run_error("uv sync --extra nixl"):
         NixlReader()
 
 
@@ -147,7 +145,7 @@ def test_a_failed_read_keeps_its_buffer_as_long_as_something_may_write_into_it(r
         reader = NixlReader()
         agent, buffer = reader.agent.agent, weakref.ref(reader.buffer)
         connected = reader.connect(announced(registered).agent)
-        with pytest.raises(RunError, match="cannot be read"):
+        with run_error("cannot be read"):
             reader.copy(
                 iter([piece._replace(agent=piece.agent or connected)]), memoryview(bytearray(64))
             )
@@ -290,9 +288,8 @@ def test_ranks_that_are_killed_in_the_middle_of_a_read_leave_the_old_version_ser
         for trainer in trainers:
             trainer.end()
     log = (tmp_path / "server" / "log").read_text()
-    assert (
-        log.count("cannot be read over the network") >= 10 and "does not match its digests" in log
-    )
+    assert log.count("cannot be read over the network") >= 10
+    assert "does not match its digests" in log
 
 
 @pytest.mark.proof
@@ -325,7 +322,7 @@ def test_readers_that_are_killed_in_the_middle_do_not_disturb_the_ranks(tmp_path
             weights.confirm()
         trainer.ranks[1].send_signal(signal.SIGSTOP)
         since = time.monotonic()
-        with pytest.raises(RunError, match="waited 4 s for"):
+        with run_error("waited 4 s for"):
             NetworkWeights(memory).content()
         assert reading.READ_S <= time.monotonic() - since < LIMIT_S
         trainer.ranks[1].send_signal(signal.SIGCONT)

@@ -9,13 +9,12 @@ from contextlib import nullcontext
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rl.config.command_line import build, parse_args
 from rl.inference import main
 from rl.inference.server import check_experts, engine_config, running_engine
 from rl.run_dir.checksums import Mirror
-from rl.run_dir.paths import RunDir
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.messages import WeightVersion
+from tests.flags import made
 
 space = types.SimpleNamespace
 
@@ -81,21 +80,18 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
     """Before, a second server of a run waited for the first one's lock and ended."""
     monkeypatch.setattr(main, "ROLE_WAIT_S", 0.1)
     monkeypatch.delenv(main.MARKER, raising=False)
-    config = build(
-        parse_args(
-            ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e"]
-        )
-    )
+    config = made("--name r --orchestrator.environment.id e --output_dir", tmp_path)
     config.run_dir.status_dir.mkdir(parents=True)
     config.run_dir.status("inference-gone-1").write_text("{}")  # a server that was killed
     taken = [main.take_role(config) for _ in range(2)]
     monkeypatch.setenv(main.MARKER, "1:2:inference:1")
     taken.append(main.take_role(config))
     names, ports = [name for name, _, _ in taken], [sock.getsockname()[1] for _, _, sock in taken]
-    assert (
-        names == [*(f"inference-{socket.gethostname()}-{port}" for port in ports[:2]), "inference"]
-        and len(set(ports)) == 3
-    )
+    assert names == [
+        *(f"inference-{socket.gethostname()}-{port}" for port in ports[:2]),
+        "inference",
+    ]
+    assert len(set(ports)) == 3
     assert not config.run_dir.status("inference-gone-1").exists()
     with pytest.raises(RunError, match="inference of this run is already running"):
         main.take_role(config)
@@ -104,11 +100,10 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
         sock.close()
 
 
-def test_a_server_starts_with_what_it_has_read(tmp_path, monkeypatch):
+def test_a_server_starts_with_what_it_has_read(run_dir, monkeypatch):
     """The trainer writes the record of a version that it trains again before the version itself.
     A server that took the record's word for the folder's kept the old weights, and its tokens
     had the new version's name."""
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.weights(1).mkdir(parents=True)
     monkeypatch.setattr(main, "read_tensors", lambda path: None)
     monkeypatch.setattr(main, "check_version", lambda path, record: "what the folder has")

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 from rl.inference.weights import Weights
 from rl.inference.worker import WeightLoader
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RunError
 from tests.families import CONFIGS
 from tests.inference.layers import ROADS
+from tests.raised import run_error
 from tests.zygote import inference_zygote
 
 FAMILIES = {name: CONFIGS[name] for name in ("gpt2", "falcon_h1")}
@@ -42,12 +42,12 @@ def test_tensors_of_every_type_and_files_that_vanish_or_shrink(tmp_path):
     tensors = dict(weights)
     assert all(tensors[name].equal(good) for name, good in GOOD.items()), "an open file stays"
     assert weights.bytes_read == sum(good.nbytes for good in GOOD.values())
-    with pytest.raises(RunError, match="no such directory"):
+    with run_error("no such directory"):
         Weights(tmp_path / "gone")
     save_file(GOOD, tmp_path / "model.safetensors")
     weights = Weights(tmp_path)
     os.truncate(tmp_path / "model.safetensors", 4096)
-    with pytest.raises(RunError, match="it was cut short while it was read"):
+    with run_error("it was cut short while it was read"):
         dict(weights)
 
 
@@ -83,7 +83,7 @@ def test_a_host_without_memory_for_a_second_copy_reads_in_the_pause_and_says_so(
     )
     # its experts and sinks would stay those of the version before
     layer.__class__ = type("GptOssForCausalLM", (torch.nn.Linear,), {})
-    with pytest.raises(RunError, match="GptOssForCausalLM: vLLM cannot load its weights in place"):
+    with run_error("GptOssForCausalLM: vLLM cannot load its weights in place"):
         loader._stage(tmp_path)
     assert loader.has_room(), "nothing was reloaded"
 

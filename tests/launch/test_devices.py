@@ -26,16 +26,13 @@ TWO_REPLICAS = {"data_parallel_size": 2}
     [
         (0, "", "", "", 1, {}),
         (0, "--trainer.ranks 2", "", "", 2, {}),
-        (0, "--trainer-gpus 0", "", "", 1, {}),
         (1, "", "0", "0", 1, {"gpu_memory_utilization": 0.35}),
         (1, "--inference.vllm.gpu_memory_utilization 0.5", "0", "0", 1, {}),
-        (1, "--trainer-gpus 0", "", "0", 1, {}),
         (1, "--inference-gpus 0", "0", "", 1, {}),
         (2, "", "0", "1", 1, {}),
         (2, "--trainer-gpus 2 --inference-gpus 0", "01", "", 2, {}),
         (8, "", "0", "1234567", 1, {"data_parallel_size": 7}),
         (8, "--trainer-gpus 4", "0123", "4567", 4, {"data_parallel_size": 4}),
-        (8, "--trainer.ranks 2", "01", "234567", 2, {"data_parallel_size": 6}),
         (
             8,
             "--trainer-gpus 2 --inference-gpus 4",
@@ -45,7 +42,6 @@ TWO_REPLICAS = {"data_parallel_size": 2}
             {"data_parallel_size": 4},
         ),
         (8, "--inference-gpus 0,1", "2", "01", 1, {"data_parallel_size": 2}),
-        (8, "--trainer-gpus 6,7", "67", "012345", 2, {"data_parallel_size": 6}),
         (
             8,
             "--trainer-gpus 4 --inference.vllm.tensor_parallel_size 4",

@@ -372,14 +372,9 @@ def test_another_configuration_is_refused_with_every_difference(place):
     [
         ("max_steps", "200", 100, 200),
         ("inference.vllm.max_num_seqs", "8", None, 8),
-        ("inference.port", "8000", 0, 8000),
         ("trainer.checkpoint.interval", "5", None, 5),
-        ("trainer.weights.keep_last", "5", 3, 5),
-        ("trainer.micro_batch_tokens", "512", None, 512),
-        ("trainer.activation_checkpointing", "full", "none", "full"),
         ("trainer.gpus", "2", None, 2),
         ("orchestrator.rollout_timeout_s", "5", 600.0, 5.0),
-        ("orchestrator.show_rollout_every", "0", 5, 0),
         ("wandb.project", "p", None, "p"),
     ],
 )
@@ -434,8 +429,6 @@ def test_a_learning_rate_that_another_max_steps_changes_is_said_and_must_be_conf
         ["--orchestrator.batch_size", "8"],
         ["--model.name", "x"],
         ["--orchestrator.environment.id", "f"],
-        ["--orchestrator.sampling.max_tokens", "9"],
-        ["--trainer.loss.truncate", "3"],
         ["--trainer.weights.dir", "/dev/shm"],
     ],
 )
@@ -623,24 +616,6 @@ def test_resume_at_a_step_needs_the_batches_after_the_checkpoint(place, step, me
         )
     else:
         assert place(resume=step).run_dir.newest_batch() == step
-
-
-def test_a_changed_variable_is_a_changed_setting_of_a_resume(place):
-    place()
-    place.fill(1)
-    with pytest.raises(
-        RunError, match=r"made with another configuration, 1 setting differs:\n  seed: 0 -> 1\n"
-    ):
-        prepare(place.config(RL__SEED="1"), resume=-1, clean=False)
-    prepared = prepare(
-        place.config("--max_steps 7", RL__MAX_STEPS="8", RL__SUPERVISOR__MAX_RESTARTS="1"),
-        resume=-1,
-        clean=False,
-    )
-    prepared.lease.close()
-    assert from_toml(place.run_dir.config) == place.config(
-        "--max_steps 7 --supervisor.max_restarts 1"
-    )
 
 
 def test_survivors_of_a_dead_rl_are_waited_for(place, monkeypatch):

@@ -114,16 +114,6 @@ def test_a_missing_batch_behind_a_damaged_checkpoint_goes_back_further(run_dir):
     assert left(run_dir) == [[1, 2], [2], []]
 
 
-def test_nothing_sound_starts_over(run_dir):
-    for path in [
-        *(run_dir.checkpoint(step) / "manifest.json" for step in (2, 4)),
-        run_dir.batch(1),
-    ]:
-        flip(path)
-    assert "everything after step 0" in repair(run_dir)[-1]
-    assert left(run_dir) == [[], [], []]
-
-
 def test_damaged_weights_are_made_again(run_dir):
     flip(run_dir.weights(6) / "model.safetensors")
     (remark,) = repair(run_dir, thorough=False)

@@ -21,12 +21,10 @@ from rl.config.cluster import ClusterConfig
 from rl.config.command_line import CommandLine, from_toml
 from rl.config.run import RLConfig
 from rl.diagnosis.waits import diagnose
-from rl.homes.home import Home
 from rl.launch.children import Children
 from rl.launch.run import (
     Placement,
     RunLoop,
-    home_lines,
     launch,
     on_this_machine,
     resume_command,
@@ -37,7 +35,7 @@ from rl.run_dir.lease import LockOwner, lease_path
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import read_events
 from rl.system import sandbox
-from rl.system.errors import RunError, system_error
+from rl.system.errors import RunError
 from rl.system.linux import bind
 from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch
@@ -250,7 +248,6 @@ def test_a_run_from_start_to_report(rl):
     ]
     assert "  assistant: 2" in lines
     assert "3 steps in 6 s; trainer waited for batches 25% of the time" in lines
-    assert "reward    0.100 -> 0.300   (mean of the first and of the last steps)" in lines
     assert "eval      0.100 -> 0.900   (e, version 0 and version 3)" in lines
     assert rl.run_dir.curves.stat().st_size > 20_000
     assert {path.name for path in rl.run_dir.logs.iterdir()} == {
@@ -299,28 +296,23 @@ def test_with_no_restarts_a_child_that_fails_ends_the_run(rl):
     assert rl.nobody_left()
 
 
-def test_a_trial_ends_with_a_verdict(rl):
-    """Its weights stay; its checkpoints, of 2 GiB each for a small model, do not."""
+@pytest.mark.parametrize("asked", [(), ("--trainer.checkpoint.interval", "1")])
+def test_a_trial_ends_with_a_verdict(rl, asked):
+    """Its weights stay; its checkpoints, of 2 GiB each for a small model, only where asked for."""
     save = (
         "(root / 'weights/000002').mkdir(parents=True)\n(root / "
         "'checkpoints/000002').mkdir(parents=True)\n"
     )
-    code, out, err = rl("--quick", trainer=SCRIPTS["trainer"] + save)
+    code, out, err = rl("--quick", *asked, trainer=SCRIPTS["trainer"] + save)
     assert (code, err) == (0, "")
     root = rl.root.with_name("r-quick")
-    assert (root / "weights/000002").is_dir() and not (root / "checkpoints").exists()
+    assert (root / "weights/000002").is_dir()
+    assert (root / "checkpoints").exists() == bool(asked)
     assert (
         out.splitlines()[-1]
         == "verdict   trained 2 steps; e: all rewards 1: something to learn in 1 of 1 groups; "
         f"see {root}/rollouts"
     )
-
-
-def test_a_trial_keeps_the_checkpoints_that_were_asked_for(rl):
-    save = "(root / 'checkpoints/000002').mkdir(parents=True)\n"
-    flags = ("--quick", "--trainer.checkpoint.interval", "1")
-    assert rl(*flags, trainer=SCRIPTS["trainer"] + save)[0] == 0
-    assert rl.root.with_name("r-quick").joinpath("checkpoints").exists()
 
 
 @pytest.mark.parametrize("place", ["orchestrator", "inference", "serve"])
@@ -360,21 +352,6 @@ def test_an_environment_that_is_missing_is_told_before_anything_is_made(rl):
         code, out, err = rl("--orchestrator.environment.id", name)
         assert (code, out) == (1, "") and err.startswith(f"rl: environment {said}")
     assert not rl.root.exists()
-
-
-def test_a_home_is_told_once_for_all_of_its_environments():
-    package = Home(
-        id="./e",
-        module="e",
-        api="classic",
-        version="1.0",
-        why="classic, verifiers 0.3.1",
-        python="3.12.1",
-    )
-    rows = msgspec.structs.replace(package, id="classic", version="")
-    assert home_lines({"a": package, "b": package, "c": rows}) == [
-        "environments a, b: ./e 1.0: classic, verifiers 0.3.1, Python 3.12.1"
-    ]
 
 
 def test_a_stop_says_which_steps_a_resume_trains_again(rl):
@@ -471,20 +448,6 @@ def test_resume_continues_without_printing_old_steps(rl):
     )
     assert [line.split()[0] for line in out.splitlines() if line[:6].strip().isdigit()] == ["4"]
     assert (rl.run_dir.logs / "trainer-2.log").exists()
-
-
-def test_a_disk_that_cannot_be_written_has_a_remedy():
-    full, gone = (
-        OSError(number, os.strerror(number), "/disk/file")
-        for number in (errno.ENOSPC, errno.ENOENT)
-    )
-    assert (
-        system_error(full)
-        == "/disk/file: No space left on device; free space or make it writable, or use another "
-        "directory (for a run: output_dir)"
-    )
-    assert system_error(gone) == "/disk/file: No such file or directory"
-    assert system_error(OSError("strange")) == "the run directory: strange"
 
 
 def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_on(
@@ -630,12 +593,6 @@ def test_a_reader_that_has_gone_stops_the_run(rl):
     )
 
 
-def test_a_machine_that_lacks_gpus_ends_it_with_2(rl):
-    code, _, err = rl("--trainer-gpus 64")
-    assert code == 2 and err.startswith("rl: trainer.gpus = 64\n    there are ")
-    assert not rl.root.exists()
-
-
 def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
     """The orchestrator waits for a file that the test writes after it has seen the page."""
     waits = "while not (root / 'seen').exists(): time.sleep(0.05)\n"
@@ -643,12 +600,10 @@ def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
         "--view", orchestrator=waits + SCRIPTS["orchestrator"], trainer=waits + SCRIPTS["trainer"]
     )
     lines = (line.split()[1] for line in process.stdout if line.startswith("view "))
-    link, browser, other = next(lines), httpx.Client(), httpx.Client()
-    with browser, other:
+    link = next(lines)
+    with httpx.Client() as browser:
         enter(browser, link)
         (row,) = browser.get("/api/runs").json()["runs"]
-        assert other.get(link).status_code == 401  # it was used
-        enter(other, next(lines))
     log = (rl.root / "logs/view-1.log").read_text()
     assert (
         (row["key"], row["state"]) == ("r", "live")
@@ -689,9 +644,3 @@ def test_wandb_offline_gets_every_step_once(rl, monkeypatch):
     code, _, err = rl("--wandb --resume", orchestrator="", trainer="")
     assert code == 0, err
     assert json.loads((rl.root / "wandb.json").read_text()) == state
-
-
-def test_wandb_that_fails_does_not_end_the_run(rl, monkeypatch):
-    monkeypatch.setenv("WANDB_BASE_URL", "not a url")
-    code, out, _ = rl("--wandb")
-    assert code == 0 and "warning: Weights & Biases failed" in out

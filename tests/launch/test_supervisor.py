@@ -16,7 +16,6 @@ from rl.commands import serve
 from rl.config.run import RLConfig
 from rl.launch.children import Children, user_name
 from rl.launch.keeper import SLOW_POLL_S
-from rl.launch.role_state import failure
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.run_dir.metrics import MetricsReader
@@ -194,21 +193,13 @@ def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
     run.ready("inference")
     others = [run.child(name).pid for name in ("inference", "orchestrator")]
     run.ready("trainer", 4)
-    deaths, restarts = run.events("death", "trainer"), run.events("restart", "trainer")
+    deaths = run.events("death", "trainer")
     assert [(d["attempt"], d["exit"], d["reason"], d["said"]) for d in deaths] == [
         (attempt, 7, "ended with exit code 7", "out of luck") for attempt in (1, 2, 3)
-    ]
-    delays = [
-        after["time"] - before["time"] for before, after in zip(deaths, restarts, strict=True)
     ]
     assert [
         line.partition("again in ")[2].partition(" s")[0] for line in run.said if "again in" in line
     ] == ["0.2", "0.4", "0.8"]
-    assert sum(delays) > 0.7
-    assert (
-        run.events("ready", "trainer")[-1]["attempt"] == 4
-        and run.events("ready", "trainer")[-1]["seconds"] > 0.3
-    )
     assert run.said[0] == (
         "  trainer ended with exit code 7, waiting for batch 1; it starts again in 0.2 s "
         f"(log: {run.run_dir.logs}/trainer-1.log)"
@@ -258,10 +249,6 @@ def test_who_made_progress_starts_again_at_once(make):
         if "starts again" in line
     ]
     assert starts == ["now", "in 0.05 s", "now", "now"]
-    assert [death["doing"] for death in run.events("death")] == ["filling batch 1"] * 4
-    assert [(death["phase"], death["step"]) for death in run.events("death")] == [
-        ("filling_batch", 1)
-    ] * 4
 
 
 def test_a_server_that_ends_well_is_dead_all_the_same_and_one_that_was_ready_may_be_late(make):
@@ -333,13 +320,14 @@ ENGINE = """
 status('loading_model')
 print('(EngineCore pid=7) Traceback (most recent call last):\\n(EngineCore pid=7)   raise ValueError(')
 print('(EngineCore pid=7) ValueError: no such activation: swish')
+print('Traceback\\n' * 30)
 print('RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}')
 sys.exit(1)
 """
 
 
 def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
-    """The last line is skipped, where vLLM's server only refers to its engine's error. A SIGKILL
+    """It stands above the end of the log, and the last line is skipped, where vLLM's server only refers to its engine's error. A SIGKILL
     comes from outside and does not count."""
     run = make(backoff_s=0.01)
     run.begin(inference="if attempt == 1: os.kill(os.getpid(), 9)\n" + ENGINE)
@@ -414,21 +402,6 @@ def test_a_server_that_has_sampled_and_dies_is_started_again(make):
     run.begin(inference=DEATH)
     run.until(lambda: len(run.events("death", "inference")) == 3)
     assert not run.events("give_up")
-
-
-def test_an_error_above_the_end_of_a_log_is_told(tmp_path):
-    """As in `rl eval` for a server that does not come up."""
-    log = tmp_path / "inference-1.log"
-    engine = "(EngineCore pid=7) ValueError: no such activation: swish\n"
-    log.write_text(
-        engine
-        + "Traceback\n" * 30
-        + "RuntimeError: Engine core initialization failed. See root cause above.\n"
-    )
-    child = types.SimpleNamespace(name="inference", log=log)
-    assert str(failure(child, "ended with exit code 1")).startswith(
-        "inference ended with exit code 1, saying: ValueError: no such activa"
-    )
 
 
 @pytest.mark.parametrize(
@@ -620,8 +593,7 @@ def test_a_first_rank_that_has_left_is_not_silent_while_the_launcher_of_worlds_i
 
 
 def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make, monkeypatch):
-    """Each is a file on the shared disk of a cluster. One that is gone, because its rank is no
-    longer needed, counts no more."""
+    """Each is a file on the shared disk of a cluster."""
     reads = []
     monkeypatch.setattr(
         "rl.launch.keeper.read_status", lambda path: reads.append(path.stem) or read_status(path)
@@ -639,10 +611,6 @@ def test_the_statuses_of_hundreds_of_ranks_are_read_every_two_seconds_only(make,
         keeper.poll()
     assert reads.count("trainer") == 10 and "trainer-7" not in reads
     assert len(keeper.states["trainer"].attempt.statuses) == 101
-    (run.root / "status" / "trainer-7.json").unlink()
-    monkeypatch.setattr("rl.launch.keeper.SLOW_POLL_S", 0.0)
-    keeper.poll()
-    assert reads.count("trainer-8") == 1 and len(keeper.states["trainer"].attempt.statuses) == 100
 
 
 def test_a_pause_of_rl_itself_makes_nobody_silent(make, monkeypatch):

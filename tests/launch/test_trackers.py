@@ -129,17 +129,6 @@ def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_
     }
 
 
-def test_a_disk_that_cannot_be_written_is_a_warning(run_dir):
-    said: list[str] = []
-    run_dir.tensorboard.write_text("no folder")
-    log = Trackers(RLConfig(tensorboard=True), run_dir, said.append)
-    log.send(LINES)
-    log.close(0)
-    assert len(said) == 1 and said[0].startswith(
-        "warning: TensorBoard gets no more data, the run continues: [Errno 17] File exists"
-    )
-
-
 def test_without_the_package_the_run_does_not_start(run_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(RunError, match="uv pip install tensorboardX"):

@@ -16,88 +16,51 @@ class HubStub(WebServer):
     do nothing."""
 
     def __init__(self) -> None:
-        api = "/api/models/{owner}/{name}"
-        super().__init__(
-            web.head("/", self.answer),
-            web.get(api, self.info),
-            web.get(f"{api}/revision/{{revision}}", self.info),
-            web.get(f"{api}/tree/{{revision}}", self.tree),
-            web.post("/api/repos/create", self.create),
-            web.post(f"{api}/preupload/{{revision}}", self.preupload),
-            web.post(f"{api}/commit/{{revision}}", self.commit),
-        )
+        super().__init__(web.route("*", "/{path:.*}", self.answer))
         self.private: dict[str, bool] = {}
         self.files: dict[str, dict[str, bytes]] = {}
         self.commits: list[str] = []
 
     async def answer(self, request: web.Request) -> web.Response:
-        return web.Response()
-
-    def repo(self, request: web.Request) -> str:
-        return f"{request.match_info['owner']}/{request.match_info['name']}"
-
-    def refusal(self, request: web.Request, repo: str) -> web.Response | None:
+        path, data = request.path.split("/")[2:], await request.read()
+        if path == ["repos", "create"]:
+            return self.create(**json.loads(data))
+        if not path:
+            return web.Response()
+        _, owner, name, *what = path
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": "Invalid credentials"}, status=401)
-        if repo not in self.files:
-            return web.json_response(
-                {"error": "Repository not found"},
-                status=404,
-                headers={"X-Error-Code": "RepoNotFound"},
-            )
-        return None
+        if (repo := f"{owner}/{name}") not in self.files:
+            headers = {"X-Error-Code": "RepoNotFound"}
+            return web.json_response({"error": "Not found"}, status=404, headers=headers)
+        return web.json_response(self.reply(repo, what, data))
 
-    async def info(self, request: web.Request) -> web.Response:
-        repo = self.repo(request)
-        siblings = [{"rfilename": name} for name in self.files.get(repo, {})]
-        found = {
-            "id": repo,
-            "private": self.private.get(repo),
-            "siblings": siblings,
-            "sha": "0" * 40,
-        }
-        return self.refusal(request, repo) or web.json_response(found)
+    def create(self, name: str, organization: str = "", **how: Any) -> web.Response:
+        repo = f"{organization}/{name}" if organization else name
+        known = repo in self.files
+        if not known:
+            self.files[repo] = {}
+            self.private[repo] = bool(how.get("private") or how.get("visibility") == "private")
+        return web.json_response({"url": f"{self.url}/{repo}"}, status=409 if known else 200)
 
-    async def tree(self, request: web.Request) -> web.Response:
-        files = self.files.get(self.repo(request), {})
-        entries = [
-            {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-            for name, data in files.items()
-        ]
-        return self.refusal(request, self.repo(request)) or web.json_response(entries)
-
-    async def create(self, request: web.Request) -> web.Response:
-        body: dict[str, Any] = await request.json()
-        repo = (
-            f"{body['organization']}/{body['name']}" if body.get("organization") else body["name"]
-        )
-        if repo in self.files:
-            return web.json_response({"url": f"{self.url}/{repo}", "error": "exists"}, status=409)
-        self.files[repo], self.private[repo] = (
-            {},
-            bool(body.get("private") or body.get("visibility") == "private"),
-        )
-        return web.json_response({"url": f"{self.url}/{repo}"})
-
-    async def preupload(self, request: web.Request) -> web.Response:
-        files = (await request.json())["files"]
-        modes = [
-            {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files
-        ]
-        return self.refusal(request, self.repo(request)) or web.json_response({"files": modes})
-
-    async def commit(self, request: web.Request) -> web.Response:
-        repo = self.repo(request)
-        for line in (await request.read()).splitlines():
-            entry = json.loads(line)
-            if entry["key"] == "header":
-                self.commits.append(entry["value"]["summary"])
-            elif entry["key"] == "deletedFile":
-                self.files[repo].pop(entry["value"]["path"])
-            else:
-                self.files[repo][entry["value"]["path"]] = base64.b64decode(
-                    entry["value"]["content"]
-                )
-        return web.json_response(
-            {"commitUrl": f"{self.url}/{repo}/commit/1", "commitOid": "1" * 40, "success": True}
-        )
+    def reply(self, repo: str, what: list[str], data: bytes) -> Any:
+        files = self.files[repo]
+        if what[:1] == ["tree"]:
+            return [
+                {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
+                for name, content in files.items()
+            ]
+        if what[:1] == ["preupload"]:
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            return {"files": [mode | {"path": one["path"]} for one in json.loads(data)["files"]]}
+        if what[:1] == ["commit"]:
+            for key, value in (json.loads(line).values() for line in data.splitlines()):
+                if key == "header":
+                    self.commits.append(value["summary"])
+                elif key == "deletedFile":
+                    files.pop(value["path"])
+                else:
+                    files[value["path"]] = base64.b64decode(value["content"])
+            return {"commitUrl": f"{self.url}/{repo}/commit/1", "commitOid": "1" * 40}
+        siblings = [{"rfilename": name} for name in files]
+        return {"id": repo, "private": self.private[repo], "siblings": siblings, "sha": "0" * 40}

@@ -24,8 +24,8 @@ from rl.models.gguf import gguf_of_package
 from rl.models.renderer import load_renderer
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.safetensors import HASH, digest_of_file, model_files, read_header, tensor_digests
-from rl.system.errors import RunError
 from tests.models.conversations import assistant, user
+from tests.raised import run_error
 
 SMOLLM = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -58,9 +58,10 @@ def run_on(folder, **model) -> RLConfig:
 
 
 def replace_text(path, text) -> None:
-    """Writes a file in place of a link."""
+    """Writes a file in place of a link, or takes it away."""
     path.unlink(missing_ok=True)
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
 
 
 def test_a_complete_folder_is_itself(model, monkeypatch):
@@ -80,10 +81,9 @@ def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
     (folder / "digests.json").write_text(
         json.dumps(digests | {"tensors": digests["tensors"] | {first: "00"}})
     )
-    with pytest.raises(
-        RunError,
-        match=rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another "
-        r"model\.name",
+    with run_error(
+        rf"tensor {re.escape(first)} is not what was written; copy .* again, or give another "
+        r"model\.name"
     ):
         sound_model(config)
 
@@ -91,10 +91,9 @@ def test_a_run_does_not_begin_with_a_version_that_is_damaged(folder):
 def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monkeypatch):
     """vLLM would refuse it minutes later, and name a variable that allows it."""
     config = run_on(folder, max_model_len=1025)
-    with pytest.raises(
-        RunError,
-        match=r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set "
-        r"model\.max_model_len to at most",
+    with run_error(
+        r"max_model_len = 1025 is more than the 1024 tokens of the model .*; set "
+        r"model\.max_model_len to at most"
     ):
         sound_model(config)
     assert sound_model(default := run_on(folder, max_model_len=2048)) == str(folder)
@@ -131,56 +130,9 @@ def test_only_plain_positions_have_a_longest_sequence(config, longest):
     assert longest_sequence(config) == longest
 
 
-@pytest.mark.parametrize(
-    "file, words",
-    [
-        ("config.json", "config.json"),
-        ("tokenizer.json", "a tokenizer"),
-        ("model.safetensors", "weights"),
-    ],
-)
-def test_what_a_folder_lacks_is_named(folder, file, words):
-    (folder / file).unlink()
-    with pytest.raises(RunError, match=f"not a complete Hugging Face model, it lacks {words}"):
-        resolved(folder)
-
-
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("{}", "not a tokenizer, it has no model and no added_tokens; copy the model again"),
-        ('{"model": {}}', "not a tokenizer, it has no added_tokens; copy"),
-        ("[1]", "expected a JSON object, not list; copy the model again"),
-        ("{", "not readable as JSON .*; copy the model again"),
-    ],
-)
-def test_a_damaged_tokenizer_is_told_before_anything_starts(folder, text, fault):
-    replace_text(folder / "tokenizer.json", text)
-    with pytest.raises(RunError, match=f"{folder}/tokenizer.json: {fault}"):
-        resolved(folder)
-
-
-def test_a_delta_version_is_no_model(folder):
-    (folder / "delta.json").touch()
-    with pytest.raises(
-        RunError,
-        match=rf"only what differs from the version before; `rl export RUN@{folder.name} --to DIR` "
-        r"makes it whole",
-    ):
-        resolved(folder)
-
-
-def test_a_missing_shard_is_named(folder):
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}})
-    )
-    with pytest.raises(RunError, match=r"it lacks model-00002\.safetensors"):
-        resolved(folder)
-
-
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "a/b/c", "no such thing"])
 def test_no_folder_and_no_id(name):
-    with pytest.raises(RunError, match=f"model.name = '{name}'"):
+    with run_error(f"model.name = '{name}'"):
         resolved(name)
 
 
@@ -189,10 +141,10 @@ def test_chat_template(folder, cache, tmp_path):
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     replace_text(folder / "tokenizer_config.json", json.dumps(config))
-    with pytest.raises(RunError, match=r"no chat template; set --model\.chat_template to chatml"):
+    with run_error(r"no chat template; set --model\.chat_template to chatml"):
         resolved(folder)
     template = tmp_path / "chatml.jinja"
-    with pytest.raises(RunError, match=r"model.chat_template = .*no such file"):
+    with run_error(r"model.chat_template = .*no such file"):
         resolved(folder, chat_template=str(template))
     template.write_text("{{ messages[0].content }}!")
     target = resolved(folder, chat_template=str(template))
@@ -206,9 +158,8 @@ def test_chat_template(folder, cache, tmp_path):
         json.dumps(config | {"eos_token": "<|im_start|>"})
     )
     corrected = resolved(folder, chat_template=str(template))
-    assert (
-        corrected != target and AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
-    )
+    assert corrected != target
+    assert AutoTokenizer.from_pretrained(corrected).eos_token == "<|im_start|>"
 
 
 CHAT = [user("hi"), assistant("so")]
@@ -269,10 +220,8 @@ def test_a_base_model_ends_answers_where_its_chat_template_does(base, cache, giv
         str(folder), config.renderer
     ).stop_token_ids == [2, 0, 9]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert (
-        tokenizer.eos_token == "<|im_end|>"
-        and tokenizer.apply_chat_template(CHAT, tokenize=False).count("<|im_end|>") == 2
-    )
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False).count("<|im_end|>") == 2
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [2, 0, 9]
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2, 0, 9]
     assert resolved(folder) == str(folder), "its versions say it themselves"
@@ -286,17 +235,14 @@ def test_the_tokens_at_which_vllm_stops_end_an_answer(base):
     (base / "config.json").write_text('{"eos_token_id": 7}')
     assert load_renderer(str(base), config.renderer).stop_token_ids == [2, 0, 7]
     (base / "generation_config.json").write_text("{")
-    with pytest.raises(
-        RunError, match=r"generation_config\.json: not readable as JSON .*; copy the model again"
-    ):
+    with run_error(r"generation_config\.json: not readable as JSON .*; copy the model again"):
         resolve_model(config.model)
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "home").touch()
-    with pytest.raises(
-        RunError,
-        match=r"home/.cache: Not a directory; set XDG_CACHE_HOME to a folder that can be written",
+    with run_error(
+        r"home/.cache: Not a directory; set XDG_CACHE_HOME to a folder that can be written"
     ):
         make_once(tmp_path / "home" / ".cache" / "model", lambda folder: None)
 
@@ -319,7 +265,7 @@ def test_the_converted_model_is_made_once_and_found_without_the_hub(cache, monke
             cache / "HuggingFaceTB--SmolLM2-135M-Instruct"
         )
     assert len(made) == 1
-    with pytest.raises(RunError, match="the hub is out of reach"):
+    with run_error("the hub is out of reach"):
         resolve_model(ModelConfig(name="some/other"))
 
 
@@ -391,16 +337,15 @@ def test_files_beside_the_model_are_not_the_model(folder):
     )
     before = weights_digest(folder)
     copy.write_bytes(model.read_bytes())
-    with pytest.raises(
-        RunError,
-        match=r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave",
+    with run_error(
+        r"lacks an index .* of consolidated.safetensors, model.safetensors; add it, or leave"
     ):
         resolved(folder)
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     assert model_files(folder) == weight_files(folder) == [model]
     assert weights_digest(folder) == before
     index.write_text(json.dumps({"weight_map": {"a": "consolidated.safetensors"}}))
-    with pytest.raises(RunError, match=r"lacks model.safetensors in its index"):
+    with run_error(r"lacks model.safetensors in its index"):
         resolved(folder)
 
 
@@ -425,6 +370,24 @@ def test_files_beside_the_model_are_not_the_model(folder):
             {"tokenizer_config.json": '{"chat_template": [{"name": "tool_use", "template": "x"}]}'},
             "no chat template; set --model",
         ),
+        ({"config.json": None}, "not a complete Hugging Face model, it lacks config.json"),
+        ({"tokenizer.json": None}, "it lacks a tokenizer"),
+        ({"model.safetensors": None}, "it lacks weights"),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"b": "model-00002.safetensors"}}'},
+            r"it lacks model-00002\.safetensors",
+        ),
+        (
+            {"tokenizer.json": "{}"},
+            "tokenizer.json: not a tokenizer, it has no model and no added_tokens; copy the model",
+        ),
+        ({"tokenizer.json": '{"model": {}}'}, "not a tokenizer, it has no added_tokens; copy"),
+        ({"tokenizer.json": "[1]"}, "expected a JSON object, not list; copy the model again"),
+        ({"tokenizer.json": "{"}, "tokenizer.json: not readable as JSON .*; copy the model again"),
+        (
+            {"delta.json": ""},
+            "only what differs from the version before; `rl export RUN@copy --to DIR` makes it wh",
+        ),
     ],
 )
 def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, change, said):
@@ -433,8 +396,8 @@ def test_what_would_be_a_traceback_of_a_rank_is_said_at_the_first_check(folder, 
     for name, text in change.items():
         replace_text(folder / name, text)
         if "model" in name:
-            (folder / "model.safetensors").unlink()
-    with pytest.raises(RunError, match=said):
+            (folder / "model.safetensors").unlink(missing_ok=True)
+    with run_error(said):
         resolved(folder)
 
 
@@ -477,5 +440,5 @@ def test_a_chat_template_in_another_encoding_is_named(tmp_path):
         path = tmp_path / "own.jinja" if given else folder / "chat_template.jinja"
         path.write_bytes("{# f\xfcr #}{{ messages }}".encode("latin-1"))
         settings = {"name": str(folder), "chat_template": str(path) if given else ""}
-        with pytest.raises(RunError, match=rf"{path.name}: not UTF-8 .*save it in that encoding"):
+        with run_error(rf"{path.name}: not UTF-8 .*save it in that encoding"):
             resolve_model(ModelConfig(**settings))

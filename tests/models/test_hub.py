@@ -10,9 +10,9 @@ from huggingface_hub import constants
 
 from rl.config.kinds import SftConfig
 from rl.models import hub
-from rl.system.errors import RunError
 from rl.trainer.sft.rows import DataSource, hub_rows
 from tests.models.hub_stub import TOKEN, HubStub
+from tests.raised import run_error
 from tests.web import serving
 
 
@@ -48,10 +48,9 @@ def test_a_hub_out_of_reach_is_told_at_once(listens, monkeypatch):
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", endpoint)
         began = time.monotonic()
-        with pytest.raises(
-            RunError,
-            match=f"not in the cache of this machine, and {endpoint} does not answer .*network, or "
-            "give a file",
+        with run_error(
+            f"not in the cache of this machine, and {endpoint} does not answer .*network, or "
+            "give a file"
         ):
             hub_rows(
                 DataSource("nobody/nothing", "train", "sft.dataset"),
@@ -89,10 +88,7 @@ def test_a_model_that_is_there_is_replaced_whole_where_that_is_wanted(stub, tmp_
         "model-00001.safetensors": b"old",
         "adapter_config.json": b"{}",
     }
-    with pytest.raises(
-        RunError,
-        match="--push me/mine: there is a model already; give another name, or --overwrite",
-    ):
+    with run_error("--push me/mine: there is a model already; give another name, or --overwrite"):
         hub.check_push("me/mine", public=False, overwrite=False)
     hub.check_push("me/mine", public=False, overwrite=True)
     hub.push(model(tmp_path / "m"), "me/mine", "again", public=False, overwrite=True)
@@ -107,24 +103,18 @@ def test_what_may_not_be_pushed(stub, tmp_path, monkeypatch):
         ("a b/c", "not a valid repository name"),
         ("a/b/c", "not a valid repository name"),
     ):
-        with pytest.raises(RunError, match=said):
+        with run_error(said):
             hub.check_push(repo, public=False, overwrite=False)
     hub.check_push("me/open", public=True, overwrite=False)
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else_12345")
-    with pytest.raises(
-        RunError,
-        match=r"the hub answered 401 \(.*\); your token may not write there: `hf auth login`",
-    ):
+    with run_error(r"the hub answered 401 \(.*\); your token may not write there: `hf auth login`"):
         hub.push(model(tmp_path / "m"), "me/open", "x", public=True, overwrite=False)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(
-        RunError, match=r"there is no token for .*; `hf auth login`, or set HF_TOKEN"
-    ):
+    with run_error(r"there is no token for .*; `hf auth login`, or set HF_TOKEN"):
         hub.check_push("me/new", public=False, overwrite=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(
-        RunError,
-        match=r"127\.0\.0\.1:9 does not answer .*; check the network, or export with --to alone",
+    with run_error(
+        r"127\.0\.0\.1:9 does not answer .*; check the network, or export with --to alone"
     ):
         hub.check_push("me/new", public=False, overwrite=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl.models.tiny import CHAT_TEMPLATE, byte_tokenizer, make_tiny_model
+from rl.models.tiny import make_tiny_model
 from tests.families import CONFIGS
 
 
@@ -28,19 +28,3 @@ def test_an_architecture_is_initialised_by_its_own_code_from_the_seed(tmp_path):
     assert weights[0].shape == (259, 64) and weights[0].std().item() == pytest.approx(0.2, rel=0.02)
     assert not torch.equal(*weights)
     assert json.loads((one / "config.json").read_text())["eos_token_id"] == 2
-
-
-def test_transformers_loads_its_tokenizer(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(make_tiny_model(tmp_path / "tiny"))
-    assert tokenizer.chat_template == CHAT_TEMPLATE and len(tokenizer) == 259
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
-    assert tokenizer.get_vocab() == byte_tokenizer().get_vocab()
-
-
-def test_every_byte_is_a_token():
-    tokenizer, text = byte_tokenizer(), "Añ 1\t<|im_end|>"
-    ids = tokenizer.encode(text).ids
-    assert len(ids) == len("Añ 1\t".encode()) + 1 and ids[-1] == 2
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text

@@ -7,7 +7,7 @@ with --resume, all else is its to bring back; but a further inference server (`s
 `--servers N`), which is started again as by hand. With the targets host-train and host-serve the
 run is started by hand on two hosts, which die as a whole (chaos_hosts.py); with machine-0,
 machine-1, ... and [cluster] it is a run on a cluster, whose machines die as a whole and are
-replaced (chaos_machines.py). At the end: exactly once, equal to `rl replay` bit for bit, no orphan,
+replaced. At the end: exactly once, equal to `rl replay` bit for bit, no orphan,
 nothing left behind, lag bounds; and a table. Exit code 1 if any of it is broken.
 """
 
@@ -32,8 +32,7 @@ import psutil
 from rl.run_dir.metrics import MetricsReader
 from rl.run_dir.paths import numbered
 from tests.proofs import promises
-from tests.proofs.chaos_hosts import HOSTS, HostRun
-from tests.proofs.chaos_machines import MachinesRun
+from tests.proofs.chaos_hosts import HOSTS, HostRun, MachinesRun
 from tests.proofs.chaos_run import UP_S, EndedError, Run
 
 TARGETS = (

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression, pvariance
 
 import psutil
 
@@ -99,16 +99,15 @@ def size_mib(segments: set[str]) -> float:
 
 
 def fit(points: list[tuple[float, float]]) -> Line:
-    """Slope of y over x (steps), ordinary least squares: s = sum((x - mx)(y - my)) / sum((x -
-    mx)^2)."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    mean_x, mean_y = fmean(xs), fmean(ys)
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    if not spread or len(points) < 3:
-        return Line(mean_y, 0.0, math.inf)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-    residual = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points) / (len(points) - 2)
-    return Line(mean_y, 100 * slope, 100 * math.sqrt(residual / spread))
+    """The line through pairs of step and value, by ordinary least squares."""
+    steps, values = zip(*points, strict=True)
+    mean = fmean(values)
+    if len(points) < 3 or min(steps) == max(steps):
+        return Line(mean, 0.0, math.inf)
+    slope, start = linear_regression(steps, values)
+    residual = fmean((value - start - slope * step) ** 2 for step, value in points)
+    error = math.sqrt(residual / (len(points) - 2) / pvariance(steps))
+    return Line(mean, 100 * slope, 100 * error)
 
 
 def grows(measure: str, line: Line) -> bool:

@@ -60,11 +60,10 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
     by_version = {version: ids(rollouts) for version, rollouts in run.task("sums", 3).items()}
     assert by_version == {0: [(0, 0), (0, 1)], 1: second}
     sixth = found[5]
-    fields = {"kind": "train", "step": 2, "version": 1, "env": "sums", "task": 3, "reward": 0.5}
-    fields |= {"why": "trained", "advantage": 0.25}
+    fields = {"kind": "train", "step": 2, "version": 1, "why": "trained", "advantage": 0.25}
     assert {name: getattr(sixth, name) for name in fields} == fields
     assert (sixth["num_tokens"], sixth["outcome"], sixth.metrics) == (3, "finished", {"exact": 0.5})
-    assert sixth.messages[1]["content"] == "four" and sixth.row["stop"] == "stop"
+    assert sixth.messages[1]["content"] == "four"
     assert "assistant: four" in sixth.text
     assert ids(found.containing("fou")) == ids(found)
     # of which no one wrote the last two
@@ -72,25 +71,18 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
         assert not [*found.containing(text)]
     assert len(found.where(exact=[0.5, 0.1])) == 1
     assert len(run.rollouts(why="error")) == 0  # which is a word of the reader's own
+    trained = ids(run.rollouts(why="trained"))
+    assert trained and trained == ids(run.rollouts(why=("trained", "error")))
     for wanted, words in (
         ({"length_mean": 1}, "length_mean: rollouts have no such field; there are: kind, .*exact"),
-        ({"why": ("trained", "error")}, "give several words as a list"),
         (
             {"why": "no-signal"},
             "no-signal: no rollout of the run has it; there are: trained, no_signal",
         ),
-        ({"step": "1"}, "step = '1': give a number"),
-        (
-            {"step": slice(1, 2)},
-            "step = slice\\(1, 2, None\\): give a number, several in a list or a range, or a pair",
-        ),
-        ({"reward": float("nan")}, "reward = nan: give a number"),
         (
             {"reward": (1, 0)},
             "reward = \\(1, 0\\): give the minimum and the maximum, in this order",
         ),
-        ({"reward": ("a", None)}, "give the minimum and the maximum"),
-        ({"env": 3}, "env = 3: has no rollouts"),
     ):
         with pytest.raises(RunError, match=words):
             run.rollouts(**wanted)

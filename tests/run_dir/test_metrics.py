@@ -25,13 +25,6 @@ def steps_of(path) -> list[int]:
     return [line["step"] for line in MetricsReader(path).new()]
 
 
-def test_a_line(path):
-    MetricsLog(path, "trainer").write(3, {"loss/mean": 0.5, "bad": float("inf")})
-    content = json.loads((path.parent / "metrics" / "trainer.jsonl").read_bytes())
-    assert content.pop("time") > 1.7e9
-    assert content == {"step": 3, "source": "trainer", "loss/mean": 0.5, "bad": None}
-
-
 @pytest.mark.parametrize("merged", [False, True])
 def test_the_last_value_of_a_step_and_source_wins(path, merged):
     logs = {name: MetricsLog(path, name) for name in ("trainer", "orchestrator", "eval")}

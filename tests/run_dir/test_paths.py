@@ -55,15 +55,6 @@ def test_a_million_steps(tmp_path):
     assert list(numbered(away / "batches", ".batch")) == [1_000_000, 1_000_001]
 
 
-def test_nothing_later_nothing_discarded(tmp_path):
-    run_dir = make(tmp_path)
-    run_dir.batches.mkdir(parents=True)
-    run_dir.batch(1).touch()
-    run_dir.pending.touch()
-    assert run_dir.discard_after(1) is None
-    assert run_dir.pending.exists() and not run_dir.discarded.exists()
-
-
 def test_weights_that_lie_elsewhere_and_token_logs_go_with_their_steps(tmp_path):
     run_dir = RunDir(tmp_path / "r", tmp_path / "memory" / "r")
     run_dir.tokens_dir.mkdir(parents=True)

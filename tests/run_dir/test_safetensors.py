@@ -72,8 +72,6 @@ def test_digests_have_the_slices_of_others(tmp_path):
         (b"", r"not a safetensors file \(a header of 0 bytes in a file of 0\)"),
         (b"\xff" * 100, r"a header of 18446744073709551615 bytes in a file of 100"),
         (content({"a": entry(0, 2)}, b"1"), r"has \d+ bytes, its header says \d+"),
-        (content({"a": entry(0, 2)}, b"123"), r"has \d+ bytes, its header says \d+"),
-        (content([1]), "not readable as safetensors"),
         (content({"a": {"dtype": "U8"}}), "not readable as safetensors: 'data_offsets'"),
         (content({"a": entry(0, "2")}), "not readable as safetensors"),
         (content({"a": entry(2, 0)}), r"not readable as safetensors: bytes \[2, 0\]"),
@@ -81,12 +79,7 @@ def test_digests_have_the_slices_of_others(tmp_path):
             content({"a": entry(0, 2, shape=[[2]])}, b"12"),
             "not readable as safetensors: an invalid shape",
         ),
-        (
-            content({"a": entry(0, 2, shape=[-2])}, b"12"),
-            "not readable as safetensors: an invalid shape",
-        ),
         ((99_990).to_bytes(8, "little") + b'{"a":' * 19_998, "not readable as safetensors"),
-        ((99_990).to_bytes(8, "little") + b"[" * 99_990, "not readable as safetensors"),
     ],
 )
 def test_every_fault_has_a_message(tmp_path, data, fault):

@@ -22,9 +22,7 @@ from rl.run_dir.status import (
     read_status,
     write_status,
 )
-from rl.system import process_table
 from rl.system.errors import RESTART, RunError
-from rl.system.linux import pid_scope
 from tests.waiting import until
 
 
@@ -48,36 +46,14 @@ def test_a_status_says_what_its_process_does_and_since_when(tmp_path):
     assert not path.exists()
 
 
-def test_a_person_with_jq_sees_what_a_process_does(tmp_path):
-    path = tmp_path / "orchestrator.json"
-    status = Status(path, "orchestrator")
-    status.gauges["playing"] = 3
-    batch = {"batch": 13, "batch_done": 40, "batch_size": 64, "address": "tcp://1"}
-    status.enter(Phase.FILLING_BATCH, 13, **batch)
-    seen = json.loads(path.read_text())
-    times = {name: seen.pop(name) for name in ("started", "since", "heartbeat", "progressed")}
-    assert all(abs(time.time() - value) < 60 for value in times.values())
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "place": pid_scope()}
-    owner |= {"start_ticks": process_table.entry(os.getpid()).start, "process": "orchestrator"}
-    does = {"phase": "filling_batch", "step": 13, "waiting_for": "inference", "progress": 0}
-    assert seen == owner | does | batch | {"playing": 3}
-    status.close()
-
-
 @pytest.mark.parametrize(
     ("phase", "fields", "sentence"),
     [
-        (Phase.TRAINING, {"step": 12}, "training step 12"),
         (Phase.EVALUATING, {"step": 10, "detail": "gsm8k"}, "evaluating gsm8k at version 10"),
         (
             Phase.PUBLISHING,
             {"step": 3, "detail": "writing it"},
             "publishing version 3: writing it",
-        ),
-        (
-            Phase.WAITING_FOR_TEACHER,
-            {"detail": "http://t/{x}"},
-            "waiting for the teacher at http://t/{x}",
         ),
         (Phase.TRAINING, {}, "training step ?"),
         (None, {}, "in an unknown phase"),

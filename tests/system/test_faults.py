@@ -21,7 +21,7 @@ from rl.run_dir.files import (
     write_file,
 )
 from rl.system import faults
-from rl.system.faults import FaultPlan, kind_of, parse
+from rl.system.faults import FaultPlan
 from rl.system.linux import pid_scope
 
 
@@ -161,28 +161,6 @@ def test_only_the_named_process_dies_and_only_once(tmp_path):
     ]
     assert "trainer config.torn 1" in (tmp_path / "trace").read_text().splitlines()
     assert run("trainer") == 1
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("batches/000012.batch", "batch"),
-        ("batches/000012.quarantined", "quarantined"),
-        ("batches/pending.log", "pending"),
-        ("weights/000012", "weights"),
-        ("checkpoints/000012", "checkpoint"),
-        ("evals/000012/addition.jsonl", "eval"),
-        ("evals/best.json", "best"),
-        ("status/trainer.json", "trainer"),
-        ("status/trainer.000012.lease", "lease"),
-        ("metrics/trainer.jsonl", "metrics"),
-        ("metrics.jsonl", "merged"),
-        ("config.toml", "config"),
-    ],
-)
-def test_names(path, kind):
-    assert kind_of(Path("run") / path) == kind
-    assert parse("trainer-1:ask.GetBatch:12") == ("trainer-1", "ask.GetBatch", 12)
 
 
 def test_leftovers_of_others_stay(tmp_path):

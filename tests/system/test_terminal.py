@@ -1,8 +1,6 @@
 """Untrusted text is made harmless and short."""
 
-import pytest
-
-from rl.system.terminal import clip, cut_middle, digits, sparkline, visible
+from rl.system.terminal import cut_middle, digits, visible
 
 
 def test_what_acts_on_a_terminal_is_shown_and_the_rest_stays():
@@ -24,11 +22,6 @@ def test_the_middle_is_left_out_and_counted():
     assert cut_middle("x\n" * 50_000, 1000, 10).count("\n") == 10
 
 
-@pytest.mark.parametrize(("width", "said"), [(5, "hello"), (4, "hel…"), (1, "…"), (0, "")])
-def test_clip(width, said):
-    assert clip("hello", width) == said
-
-
 def test_numbers_have_few_digits_and_no_exponent_where_they_can_be_read_without():
     shown = {
         0.0: "0",
@@ -46,8 +39,3 @@ def test_numbers_have_few_digits_and_no_exponent_where_they_can_be_read_without(
         and digits(12345.6, 4) == "12346"
     )
     assert digits(float("nan")) == "nan" and digits(1234.4, 4) == "1234"
-
-
-def test_sparkline():
-    assert sparkline([0.0, None, 0.5, 1.0], 0.0, 1.0) == "▁ ▅█"
-    assert sparkline([3.0, 3.0], 3.0, 3.0) == "▁▁" and sparkline([-1.0, 9.0], 0.0, 1.0) == "▁█"

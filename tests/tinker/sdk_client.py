@@ -135,20 +135,11 @@ def main(steps: int) -> None:
     tell(downloaded=sorted(given) if given == downloaded else [sorted(given), sorted(downloaded)])
     tell(
         refused={
-            "loss": error_of(lambda: training.forward_backward(data, "stable_reinforce").result()),
-            "lr": error_of(
-                lambda: training.optim_step(types.AdamParams(learning_rate=float("nan"))).result()
-            ),
-            "base": error_of(
-                lambda: service.create_lora_training_client(base_model="other").result()
-            ),
             "path": error_of(
                 lambda: service.create_sampling_client(
                     model_path="tinker://x:train:0/sampler_weights/a"
                 ).result()
             ),
-            "run": error_of(lambda: rest.get_training_run("x:train:0").result()),
-            "copy": error_of(lambda: rest.publish_checkpoint_from_tinker_path(path).result()),
             "key": error_of(
                 lambda: (
                     tinker.ServiceClient(api_key="tml-wrong-wrong-wrong")

@@ -272,12 +272,6 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
             )
             run = await client.get(f"training_runs/{model}")
             assert run["lora_rank"] == 4 and run["last_checkpoint"]["checkpoint_id"] == "weights/a"
-            named = f"/api/v1/training_runs/{model}/checkpoints/weights"
-            assert (
-                await client.http.put(f"{named}/a/ttl", json={"ttl_seconds": 3600})
-            ).status_code == 200
-            assert (await client.http.get(f"{named[:-8]}")).json()["checkpoints"][0]["expires_at"]
-            assert (await client.http.delete(f"{named}/b")).status_code == 404
             return model, promises[0], step
 
     async def again(model, promise, step):
@@ -810,16 +804,6 @@ async def test_what_is_wrong_fails_alone_and_says_why(client):
             f'{{"{key}": {value}}}}}'.encode()
         )
         assert (await client.call("optim_step", body))["category"] == "user"
-    external = {
-        "model_id": model,
-        "seq_id": len(BAD) + 4,
-        "path": "e",
-        "age_encryption_recipients": ["age1"],
-    }
-    assert (
-        "age_encryption_recipients"
-        in (await client.call("save_weights_external", external))["error"]
-    )
     assert client.learner.done == [("create", 4)]
     assert await new_model(client, rank=9) is None
     other = {

@@ -217,7 +217,6 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
     ]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert [line["optim/lr"] for line in lines] == [0.05, 0.1, 0.1]
-    assert {line["optim/grad_norm"] for line in lines} == {1.0}
     assert numbers(run_dir.checkpoints) == [2, 3]
     first = read_remote(run_dir.weights(3))
     assert (

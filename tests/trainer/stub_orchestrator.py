@@ -4,6 +4,8 @@ else of the orchestrator."""
 import asyncio
 import threading
 import time
+from pathlib import Path
+from typing import Any, Self
 
 from rl.run_dir.access_token import run_token
 from rl.run_dir.files import HEADER
@@ -23,11 +25,48 @@ from rl.wire.messages import (
 from rl.wire.transport import TrainerServer
 
 
-class StubOrchestrator:
-    """Serves `batches`, then says that the run has ended. A context manager; `published` lists
-    the versions announced."""
+class TransportThread:
+    """The orchestrator's end of the wire in a thread, while its context lasts; `answer` makes the
+    replies, None is no reply."""
+
+    def __init__(self, status: Path, token: str | None = None):
+        self.status, self.token = status, token or run_token(status.parent)
+        self.up, self.stopping = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), daemon=True)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        assert self.up.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stopping.set()
+        self.thread.join()
+
+    async def serve(self) -> None:
+        self.server = server = TrainerServer("127.0.0.1", 0, self.token)
+        about: dict[str, Any] = {"heartbeat": time.time(), "phase": Phase.FILLING_BATCH, "step": 1}
+        write_status(self.status, RoleStatus(address=server.address, **about))
+        self.up.set()
+        while not self.stopping.is_set():
+            try:
+                peer, request = await asyncio.wait_for(server.receive(), 0.2)
+            except TimeoutError:
+                continue
+            if (reply := self.answer(request)) is not None:
+                await server.reply(peer, reply)
+        server.close()
+
+    def answer(self, request):
+        raise NotImplementedError
+
+
+class StubOrchestrator(TransportThread):
+    """Serves `batches`, then says that the run has ended; `published` lists the versions
+    announced."""
 
     def __init__(self, run_dir: RunDir, batches: list[TrainBatch]):
+        super().__init__(run_dir.status("orchestrator"))
         self.run_dir = run_dir
         self.batches = {batch.step: encode_batch(batch, {}) for batch in batches}
         self.lockstep = False
@@ -36,28 +75,6 @@ class StubOrchestrator:
         """A batch that never comes."""
         self.published: list[tuple[int, str]] = []
         self.asked: list[int] = []
-        self.stopping = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()), daemon=True)
-
-    def __enter__(self) -> "StubOrchestrator":
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stopping.set()
-        self.thread.join()
-
-    async def serve(self) -> None:
-        server = TrainerServer("127.0.0.1", 0, run_token(self.run_dir.status_dir))
-        status = RoleStatus(address=server.address, heartbeat=time.time(), phase=Phase.SERVING)
-        write_status(self.run_dir.status("orchestrator"), status)
-        while not self.stopping.is_set():
-            try:
-                peer, request = await asyncio.wait_for(server.receive(), 0.2)
-            except TimeoutError:
-                continue
-            await server.reply(peer, self.answer(request))
-        server.close()
 
     def answer(self, request):
         if isinstance(request, Published):

@@ -84,15 +84,17 @@ def assert_left(run_dir, step: int) -> None:
     )
 
 
-def assert_goes_on(config, straight, step: int) -> None:
+def assert_goes_on(config, straight, step: int, ranks: int = 1) -> None:
     """The next start trains the steps after `step`, and all versions equal those of a run in one
-    go."""
+    go, of two ranks but for the order of sums."""
     with StubOrchestrator(config.run_dir, batches()) as orchestrator:
-        run_trainer(config)
+        run_trainer(config, ranks=ranks)
     assert set(orchestrator.asked) == set(range(step + 1, STEPS + 1))
     assert [version for version, _ in orchestrator.published] == list(range(step, STEPS + 1))
     assert steps_of(config.run_dir) == list(range(1, STEPS + 1))
-    assert_same_files(config.run_dir, straight[0], *range(1, STEPS + 1))
+    if ranks == 1:
+        assert_same_files(config.run_dir, straight[0], *range(1, STEPS + 1))
+    assert_alike(config.run_dir, straight[0], STEPS)
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 7.0])
@@ -109,15 +111,17 @@ def test_another_rank_goes_by_the_first_but_has_its_own_deadline(monkeypatch, gr
     assert ends == ([grace_s] if grace_s else [])
 
 
-def test_in_the_middle_of_a_step(straight, tied_folder, tmp_path, told_in_step_3):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_the_middle_of_a_step(straight, tied_folder, tmp_path, told_in_step_3, ranks):
+    """Of two ranks the first alone is told."""
     told_in_step_3("20", 0.5)
     config = make_config(tmp_path, tied_folder, **RARELY)
     with StubOrchestrator(config.run_dir, batches()) as orchestrator:
-        said = run_trainer(config, LEFT, SIGNAL_IN_STEP_3)
+        said = run_trainer(config, LEFT, SIGNAL_IN_STEP_3, ranks)
     assert "SIGTERM: saving what has been trained and leaving, within 20 s" in said
     assert [version for version, _ in orchestrator.published] == [1, 2, 3]
     assert_left(config.run_dir, 3)
-    assert_goes_on(config, straight, 3)
+    assert_goes_on(config, straight, 3, ranks)
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -142,18 +146,6 @@ def test_while_it_waits_for_the_batch_of_an_orchestrator_that_has_gone(
     assert time.monotonic() - began < 15  # not its grace of 20 s
     assert_left(config.run_dir, 2)
     assert_goes_on(config, straight, 2)
-
-
-def test_two_ranks_of_which_the_first_is_told(straight, tied_folder, tmp_path, told_in_step_3):
-    told_in_step_3("20", 0.5)
-    config = make_config(tmp_path, tied_folder, **RARELY)
-    with StubOrchestrator(config.run_dir, batches()):
-        run_trainer(config, LEFT, SIGNAL_IN_STEP_3, ranks=2)
-    assert_left(config.run_dir, 3)
-    with StubOrchestrator(config.run_dir, batches()) as orchestrator:
-        run_trainer(config, ranks=2)
-    assert set(orchestrator.asked) == {4, 5}
-    assert_alike(config.run_dir, straight[0], STEPS)
 
 
 @pytest.mark.parametrize("grace_s", ["", "1"])

@@ -22,7 +22,7 @@ from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.run_dir.status import Phase, read_status
-from rl.system.errors import DAMAGED, GIVE_UP, WRONG_SETTINGS
+from rl.system.errors import CANNOT_WRITE, DAMAGED, GIVE_UP, WRONG_SETTINGS
 from rl.trainer.measure import statistics
 from rl.trainer.store import checkpoint
 from rl.trainer.store.publisher import Publisher
@@ -133,24 +133,17 @@ def test_end_to_end(straight):
     lines = read_metrics(run_dir.metrics)
     assert list(lines) == [(step, "trainer") for step in range(1, STEPS + 1)]
     for (step, _), line in lines.items():
+        # all are sampled by version 0
+        fresh = "mismatch_kl/mean mismatch_kl/max" if step == 1 else "lag_kl/mean"
         expected = (
             "loss/mean entropy/mean masked_fraction optim/grad_norm optim/lr optim/steps "
-            "perf/tokens_per_s "
-        )
-        # all are sampled by version 0
-        expected += "mismatch_kl/mean mismatch_kl/max" if step == 1 else "lag_kl/mean"
-        expected += (
-            " perf/peak_memory_gib perf/shared_token_fraction time/step time/wait_for_batch "
-            "time/forward_backward"
-        )
-        expected += (
-            " time/optimizer time/publish_weights time/checkpoint ratio/p50 ratio/test/p99 "
-            "entropy/test/mean masked_fraction/test"
+            f"perf/tokens_per_s {fresh} perf/peak_memory_gib perf/shared_token_fraction time/step "
+            "time/wait_for_batch time/forward_backward time/optimizer time/publish_weights "
+            "time/checkpoint ratio/p50 ratio/test/p99 entropy/test/mean masked_fraction/test"
         )
         assert {*expected.split()} <= {key for key, value in line.items() if value is not None}
-    assert [line["optim/lr"] for line in lines.values()] == pytest.approx(
-        [5e-4, 1e-3, 1e-3, 7.5e-4, 2.5e-4]
-    )
+    rates = [line["optim/lr"] for line in lines.values()]
+    assert rates == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 2.5e-4])
 
 
 def test_every_token_and_every_part_of_a_step_is_on_record(straight):
@@ -280,10 +273,8 @@ def test_it_ends_before_it_trains_on_what_another_model_has_sampled(tied_folder,
     config = make_config(tmp_path, tied_folder, strict_parity=None)
     with StubOrchestrator(config.run_dir, batches()):
         output = run_trainer(config, GIVE_UP)
-    assert (
-        "the two compute different models" in output
-        and "trainer.strict_parity = false trains anyway" in output
-    )
+    assert "the two compute different models" in output
+    assert "trainer.strict_parity = false trains anyway" in output
     assert not numbered(config.run_dir.weights_dir) and not numbered(config.run_dir.checkpoints)
     assert not read_metrics(config.run_dir.metrics), "no step was made"
     # then its log-probabilities are others, and the user was told
@@ -348,30 +339,8 @@ def test_the_error_of_a_thread_that_writes_is_not_the_batchs(
     assert (status.phase, status.step) == (phase, step)
 
 
-@pytest.mark.parametrize("number", [errno.EFBIG, errno.EROFS])
-def test_a_disk_that_fails_ends_it_without_another_start(
-    tied_folder, tmp_path, monkeypatch, number
-):
-    """The message has the file's name and a remedy."""
-    config = make_config(tmp_path, tied_folder)
-
-    def run(*_):
-        raise OSError(number, os.strerror(number), "/disk/file")
-
-    def fail(_, *said):
-        raise SystemExit(said)
-
-    for name, stub in {"run": run, "fail": fail, "leave": id, "start_to_watch": list}.items():
-        monkeypatch.setattr(rl.trainer.main, name, stub)
-    monkeypatch.setattr(sys, "argv", ["trainer", "@", str(config.run_dir.config)])
-    with pytest.raises(SystemExit) as end:
-        rl.trainer.main.main()
-    message, code = end.value.code
-    assert (
-        message.startswith(f"[Errno {number}] {os.strerror(number)}: '/disk/file'; ")
-        and "then start again" in message
-    )
-    assert code == GIVE_UP
+def test_a_disk_that_fails_ends_it_as_a_full_one_does():
+    assert {errno.EFBIG, errno.EROFS, errno.ENOSPC} <= {*CANNOT_WRITE}
 
 
 def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):
@@ -387,10 +356,8 @@ def test_a_damaged_batch_ends_it_after_the_step_before(tied_folder, tmp_path):
             text=True,
             timeout=120,
         )
-    assert (
-        done.returncode == 1
-        and "000002.batch: damaged, its checksum does not match" in done.stdout + done.stderr
-    )
+    assert done.returncode == 1
+    assert "000002.batch: damaged, its checksum does not match" in done.stdout + done.stderr
     assert config.run_dir.exit_code("trainer").read_text() == str(DAMAGED)
     assert list(read_metrics(config.run_dir.metrics)) == [(1, "trainer")]
     assert {path.stem for path in config.run_dir.status("").parent.glob("trainer*.json")} == {

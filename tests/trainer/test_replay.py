@@ -161,7 +161,7 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
     def digests(run_dir):
         return [read_digests(run_dir.digests(step))["tensors"] for step in (2, 3, 4)]
 
-    for name, lr in (("same", 1e-3), ("other", 2e-3)):
+    for name, lr, until in (("same", 1e-3, 4), ("other", 2e-3, 3)):
         config = make_config(tmp_path, parent.model.name, **parent.trainer.model_dump())
         config.name, config.trainer.optim.lr, config.trainer.checkpoint.interval = name, lr, 1
         make(
@@ -178,9 +178,13 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
         assert list(numbered(config.run_dir.checkpoints)) == [2, 3, 4]
         ours, theirs = digests(config.run_dir), digests(parent.run_dir)
         assert ours[:2] == theirs[:2] and (ours[2] == theirs[2]) == (name == "same")
-        lines, checkpoints = replay(config.run_dir, config, tmp_path / "again", world, start=2)[1:]
+        trainer, lines, checkpoints = replay(
+            config.run_dir, config, tmp_path / "again", world, start=2, until=until
+        )
+        assert trainer.step == until
+        assert [line["version"] for line in lines] == [2, 3, 4][: until - 1]
         assert not any(line["tensor"] or line["fault"] for line in lines)
-        assert [line["checkpoint"] for line in checkpoints] == [3, 4]
+        assert [line["checkpoint"] for line in checkpoints] == [3, 4][: until - 2]
         shutil.rmtree(tmp_path / "again")
     shutil.rmtree(config.run_dir.checkpoints)
     with pytest.raises(
@@ -189,16 +193,6 @@ def test_a_branch_goes_on_as_its_parent_did_bit_for_bit_and_replays_from_where_i
         r"again",
     ):
         train_here(config, world)
-
-
-def test_a_replay_starts_at_a_checkpoint_and_stops_where_it_is_told(recorded, world, tmp_path):
-    trainer, versions, checkpoints = replay(
-        recorded[0].run_dir, recorded[0], tmp_path, world, start=2, until=3
-    )
-    assert (
-        [line["version"] for line in versions] == [2, 3] and checkpoints == [] and trainer.step == 3
-    )
-    assert not any(line["tensor"] or line["fault"] for line in versions)
 
 
 def copy_of(run_dir, root) -> RunDir:
@@ -252,11 +246,9 @@ def test_damage_is_told_from_difference(recorded, world, tmp_path):
 
     assert found("whole", lambda run_dir: None)["fault"] is None
     flipped = found("flipped", flip)
-    assert (
-        flipped["tensor"] is None
-        and "safetensors: tensor " in flipped["fault"]
-        and flipped["fault"].endswith("is not what was written")
-    )
+    assert flipped["tensor"] is None
+    assert "safetensors: tensor " in flipped["fault"]
+    assert flipped["fault"].endswith("is not what was written")
     both = found("both", lambda run_dir: (change(run_dir.digests(STEPS)), flip(run_dir)))
     assert both["kept"] == ["digests"], "Regression: what is damaged was compared with"
     assert both["tensor"] == first and both["max_difference"] is None

@@ -231,31 +231,6 @@ def test_charts_are_read_and_opened_by_keys(tab):
     tab.until("location.hash.startsWith('#/rollouts') && location.hash.includes('begin=3')")
 
 
-def test_a_smoothed_number_is_said_to_be_one(tab):
-    # under the mouse of the test before it the chart would give that point's value
-    tab.page.mouse.move(0, 0)
-    tab.go("#/curves?run=first&q=reward%2Fmean&smooth=0.9")
-    tab.page.wait_for_selector(".chart canvas")
-    mean = (0.1 * 0.9**3 + 0.3 * 0.9**2 + 0.4 * 0.9 + 0.7) / (0.9**3 + 0.9**2 + 0.9 + 1)
-    tab.until(
-        "document.querySelector('.chart .reading')?.innerText.includes('smoothed "
-        f"{mean:.4f}, measured 0.7')"
-    )
-
-
-def test_each_of_many_runs_has_a_mark_of_its_own_and_numbers_read_well(tab):
-    marks = tab.page.evaluate(
-        "import('./page/chart.js').then((m) => [...Array(40).keys()].map((i) => "
-        "JSON.stringify(m.markOf(i))))"
-    )
-    assert len({*marks}) == 40
-    format_js = (
-        "import('./page/format.js').then((m) => [m.bytes(1023 * 1024), m.bytes(1.5 * 2 ** 20), "
-        "m.bytes(12), m.duration(0)])"
-    )
-    assert tab.page.evaluate(format_js) == ["1023 KiB", "1.50 MiB", "12 B", "0 s"]
-
-
 def test_keys_of_pages_do_nothing_behind_the_help_and_no_time_of_day_is_said_to_be_none(tab):
     tab.go(PAGES["timeline"][0])
     tab.page.wait_for_selector(".lanes rect")
@@ -577,19 +552,6 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
     leave(tab)
     # which is its answer
     tab.faults[:] = [fault for fault in tab.faults if "400 (Bad Request)" not in fault]
-
-
-def test_a_live_run_moves_by_itself(tab, place):
-    """Within two seconds: what a run writes is shown without a touch."""
-    from rl.run_dir.metrics import MetricsLog
-
-    tab.go("#/runs")
-    tab.page.wait_for_selector(".runs tbody tr")
-    MetricsLog(place / "second" / "metrics.jsonl", "trainer").write(5, {"loss/mean": 0.5})
-    tab.until(
-        "[...document.querySelectorAll('.runs tr')].some((row) => "
-        "row.innerText.includes('second') && row.innerText.includes('5/9'))"
-    )
 
 
 def test_the_mean_beside_a_group_is_of_the_agent_that_is_shown(browser, tmp_path):

@@ -1,8 +1,6 @@
 """What a newcomer asks, answered by the clicks and keys that docs/view.md names: each in well
 under a minute."""
 
-import json
-import re
 import time
 from datetime import datetime
 from pathlib import Path
@@ -11,8 +9,8 @@ import numpy as np
 import pytest
 
 from rl.run_dir.numbers import write_token_log
-from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span
+from tests import jsonl
 from tests.records.made import (
     clock,
     group,
@@ -27,8 +25,7 @@ from tests.view.browser import browser as browser
 from tests.view.serving import serving
 
 pytestmark = pytest.mark.proof
-STEPS, TOKENS = 14, 3000
-TASK = 77
+TOKENS = 3000
 LIMIT_S = 30.0
 """A person has a minute; what the page itself takes of it is to be little."""
 
@@ -41,45 +38,23 @@ def moment() -> float:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, moment) -> Path:
-    """Two runs that differ in the learning rate; one learns faster a sample. Version 12 answers
-    task 77 otherwise than version 11."""
+    """A run that waits, and has a long rollout."""
     root = tmp_path_factory.mktemp("story")
-    write_run(make_run(root / "fast", max_steps=STEPS), moment, 0.06)
-    write_run(
-        make_run(root / "slow", max_steps=STEPS, trainer={"optim": {"lr": 2e-7}}), moment, 0.02
-    )
-    return root
-
-
-def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
-    for step in range(1, STEPS + 1):
-        rewards = {"mean": slope * step, "sums/exact": slope * step, "sums/brief": 0.5}
-        rewards |= {"sums/format": 1 - slope * step}
-        for source, values in (
-            ("orchestrator", {f"reward/{name}": value for name, value in rewards.items()}),
-            ("orchestrator", {"rollouts/finished": 8.0}),
-            ("trainer", {"loss/mean": 0.1, "time/step": 2.0}),
-        ):
-            line = {"step": step, "time": moment - 70 + 8 * step, "source": source} | values
-            with run_dir.metrics.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        word = "five" if step <= 12 else "four"
-        groups = [
-            group(10 * step + i, rewards, task=task, version=step - 1, text=f"it is {word}")
-            for i, rewards, task in (
-                (0, [0.0, 1.0], TASK),
-                (1, [0.0, 1.0], step),
-                (9, [1.0, 1.0], 3),
-            )
-        ]
-        write_step(run_dir, step, groups)
+    run_dir = make_run(root / "fast")
+    numbers = [
+        {"step": step, "time": moment, "source": "orchestrator"}
+        | {"reward/mean": step / 10, "reward/sums/format": 1 - step / 10}
+        for step in range(1, 9)
+    ]
+    run_dir.metrics.write_text(jsonl.text(*numbers))
+    run_dir.status_dir.mkdir()
+    write_step(run_dir, 1, [group(10, [0.0, 1.0])])
     write_samples(run_dir, 1, [sample(10, 1, tokens=TOKENS)])
     columns = {
         "trainer_logprobs": np.full(TOKENS, -0.5, np.float32),
         "entropies": np.zeros(TOKENS, np.float16),
     }
     write_token_log(run_dir.tokens(1), columns | {"flags": np.zeros(TOKENS, np.uint8)})
-    run_dir.status_dir.mkdir()
     for process, lane, name, begin, end in (
         ("trainer", "prefetch", "fetch_batch", -60, 40),
         ("trainer", "step", "forward_backward", -60, -5),
@@ -91,6 +66,7 @@ def write_run(run_dir: RunDir, moment: float, slope: float) -> None:
     ):
         span = Span(name=name, lane=lane, begin=1000.0 + begin, end=1000.0 + end)
         write_lines(run_dir.spans / f"{process}.jsonl", clock(process, moment, 1000.0), span)
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -113,26 +89,8 @@ def start(tab: Tab, run: str, page: str) -> None:
     tab.page.get_by_role("navigation", name="Pages").get_by_role("link", name=page).click()
 
 
-def test_what_did_step_12_change_on_task_77(tab):
-    start(tab, "fast", "Tasks")
-    tab.page.wait_for_selector("[data-search]")
-    tab.page.keyboard.press("/")
-    tab.page.keyboard.type("77")
-    tab.page.get_by_role("link", name="task 77").click()
-    tab.page.get_by_label("What did this step change:").fill("12")
-    tab.page.wait_for_selector(".side ins")
-    tab.until("location.hash.includes('step=12')")
-    assert re.search(
-        r"0.500 \(version 11, 2 rollouts\) → 0.500 \(version 12, 2 rollouts\)",
-        tab.page.locator(".detail").inner_text(),
-    )
-    assert tab.page.locator(".side del").all_inner_texts() == ["five"] and tab.page.locator(
-        ".side ins"
-    ).all_inner_texts() == ["four"]
-    start_of = tab.page.url
-    tab.page.goto("about:blank")
-    tab.page.goto(start_of)  # as a colleague who got the link
-    tab.page.wait_for_selector(".side ins")
+FIRST_CURVE = """() => [...document.querySelectorAll('details')].find((one) => one.querySelector('summary').innerText.includes('Rewards'))
+  ?.querySelector('.chart .title')?.innerText"""
 
 
 def test_which_reward_function_fell(tab):
@@ -143,10 +101,6 @@ def test_which_reward_function_fell(tab):
     section.locator(".chart").first.wait_for()
     tab.until(f"({FIRST_CURVE})() === 'reward/sums/format'")
     assert section.locator(".chart").first.inner_text().startswith("reward/sums/format\n\u22120.")
-
-
-FIRST_CURVE = """() => [...document.querySelectorAll('details')].find((one) => one.querySelector('summary').innerText.includes('Rewards'))
-  ?.querySelector('.chart .title')?.innerText"""
 
 
 def test_what_was_everyone_waiting_for_at_a_time(tab):

@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import msgspec
@@ -22,82 +22,43 @@ from rl.wire.messages import (
     Acknowledged,
     GetBatch,
     NotReady,
-    Published,
-    RunEnded,
     TrainBatch,
     WeightVersion,
 )
 from rl.wire.transport import OrchestratorClient, TrainerServer, Wait, curve_keys
+from tests.raised import run_error
+from tests.trainer.stub_orchestrator import TransportThread
 from tests.waiting import until
 
 
-class Server:
-    """The orchestrator's end in a thread; `answer` makes the replies, None means no reply."""
+class Server(TransportThread):
+    """Notes the requests."""
 
-    def __init__(self, status, answer, token=None):
-        self.status, self.answer, self.token, self.seen = (
-            status,
-            answer,
-            token or run_token(status.parent),
-            [],
-        )
-        self.up = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve()))
-        self.thread.start()
-        assert self.up.wait(30)
+    def __init__(self, status, replies, token):
+        super().__init__(status, token)
+        self.seen, self.replies = [], replies
 
-    async def serve(self):
-        self.server = server = TrainerServer("127.0.0.1", 0, self.token)
-        self.address, self.loop, self.stopping = (
-            server.address,
-            asyncio.get_running_loop(),
-            asyncio.Event(),
-        )
-        write_status(
-            self.status,
-            RoleStatus(
-                address=server.address, heartbeat=time.time(), phase=Phase.FILLING_BATCH, step=1
-            ),
-        )
-        self.up.set()
-
-        async def answer_all():
-            while True:
-                peer, request = await server.receive()
-                self.seen.append(request)
-                reply = self.answer(request)
-                if reply is not None:
-                    await server.reply(peer, reply)
-
-        task = asyncio.create_task(answer_all())
-        await self.stopping.wait()
-        task.cancel()
-        server.close()
-
-    def stop(self):
-        if self.thread.is_alive():
-            self.loop.call_soon_threadsafe(self.stopping.set)
-            self.thread.join()
+    def answer(self, request):
+        self.seen.append(request)
+        return self.replies(request)
 
 
 def connect(socket, server):
     """Connects as a client with the token."""
     socket.curve_publickey, socket.curve_secretkey = curve_keys(server.token, "client")
     socket.curve_serverkey, _ = curve_keys(server.token, "server")
-    socket.connect(server.address.replace("curve://", "tcp://"))
+    socket.connect(server.server.address.replace("curve://", "tcp://"))
 
 
 @pytest.fixture
 def serve(tmp_path):
-    servers = []
+    with ExitStack() as stack:
 
-    def start(answer, token=None):
-        servers.append(Server(tmp_path / "status" / "orchestrator.json", answer, token))
-        return servers[-1]
+        def start(replies, token=None):
+            status = tmp_path / "status" / "orchestrator.json"
+            return stack.enter_context(Server(status, replies, token))
 
-    yield start
-    for server in servers:
-        server.stop()
+        yield start
 
 
 class Client(OrchestratorClient):
@@ -173,18 +134,6 @@ def filling(step):
     return NotReady(RoleStatus(phase=Phase.FILLING_BATCH, step=step))
 
 
-def test_not_ready_then_the_batch(serve, tmp_path):
-    replies = iter(
-        [NotReady(RoleStatus(phase=Phase.LOADING_ENVIRONMENTS)), filling(5), ready(tmp_path, 5)]
-    )
-    server = serve(lambda _request: next(replies))
-    trainer, waits = client(tmp_path)
-    assert trainer.get_batch(5) == BATCH
-    assert server.seen == [GetBatch(5)] * 3
-    details = ("the orchestrator to come up", "loading environments", "filling batch 5")
-    assert waits == [(Phase.WAITING_FOR_BATCH, 5, detail) for detail in details]
-
-
 @pytest.fixture
 def written(tmp_path):
     """A batch file that the orchestrator sees but the trainer does not."""
@@ -216,10 +165,9 @@ def test_a_file_that_is_not_seen_is_a_deadline_that_names_the_remedy(
     trainer, waits = client(
         tmp_path, 1.0, lambda waits: len(server.seen) >= 2 and waits[-1][2].endswith("visible")
     )
-    with pytest.raises(
-        RunError,
-        match=r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all "
-        r"nodes share",
+    with run_error(
+        r"waited 1 s for .*000001\.batch, .* become visible: output_dir must be on .* all "
+        r"nodes share"
     ):
         trainer.get_batch(1)
     assert waits[-1][2] == f"{tmp_path}/batches/000001.batch to become visible"
@@ -260,34 +208,6 @@ def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
         batch_head(path)
 
 
-def test_published_and_the_end_of_the_run(serve, tmp_path):
-    server = serve(
-        lambda request: (
-            Acknowledged(2, [1]) if isinstance(request, Published) else RunEnded("solved")
-        )
-    )
-    trainer, _ = client(tmp_path)
-    with Wait(10.0, lambda *_: None) as wait:
-        assert trainer.published(WeightVersion(4, "/w/000004"), wait) == Acknowledged(2, [1])
-    assert server.seen == [Published(WeightVersion(4, "/w/000004"))]
-    assert trainer.get_batch(5) == RunEnded("solved")
-
-
-def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.3)
-    first = serve(lambda _request: None)  # receives the request and dies
-    trainer, _ = client(tmp_path)
-    result = []
-    asking = threading.Thread(target=lambda: result.append(trainer.get_batch(1)))
-    asking.start()
-    while not first.seen:
-        time.sleep(0.01)
-    first.stop()
-    second = serve(lambda _request: ready(tmp_path))
-    asking.join(60)
-    assert second.address != first.address and result == [BATCH]
-
-
 def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     serve(lambda _request: filling(7))
     (tmp_path / "logs").mkdir()
@@ -311,18 +231,18 @@ def test_the_deadline_says_who_waited_for_what(serve, tmp_path):
     ]
 
 
-def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_path):
+def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, run_dir):
     def answer(_request):
         time.sleep(0.05)
         return filling(7)
 
     server = serve(answer)
-    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
+    trainer = OrchestratorClient(run_dir)
     waits = []
     wait, failed = Wait(0.3, lambda *what: waits.append(what)), threading.Event()
 
     def ask():
-        with pytest.raises(RunError, match=r"waited 0 s for batch 7 \(filling batch 7\)"):
+        with run_error(r"waited 0 s for batch 7 \(filling batch 7\)"):
             trainer.get_batch(7, wait)
         failed.set()
 
@@ -335,21 +255,21 @@ def test_asked_ahead_a_question_has_no_deadline_until_somebody_waits(serve, tmp_
         assert failed.wait(30) and time.monotonic() - began > 0.2
 
 
-def test_the_time_that_a_disk_has_taken_is_not_the_orchestrators(serve, tmp_path):
+def test_the_time_that_a_disk_has_taken_is_not_the_orchestrators(serve, run_dir):
     """Its owner has waited longer for a version to be written than it waits for answers: it was
     not asked even once."""
     serve(lambda _request: Acknowledged(3))
-    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"))
+    trainer = OrchestratorClient(run_dir)
     with Wait(60, lambda *_: None) as wait:
         wait.since -= 3000
         assert wait.left_s() < -2900 and 50 < wait.left_s(time.monotonic()) <= 60
         assert trainer.published(WeightVersion(3, "/weights/000003"), wait) == Acknowledged(3)
 
 
-def test_who_gives_up_waits_for_no_answer(serve, tmp_path):
+def test_who_gives_up_waits_for_no_answer(serve, run_dir):
     server = serve(lambda _request: None)  # never answers
     leaves = threading.Event()
-    trainer = OrchestratorClient(RunDir(tmp_path, tmp_path / "weights"), leaves.is_set)
+    trainer = OrchestratorClient(run_dir, leaves.is_set)
     wait, given_up = Wait(60, lambda *_: None), []
     version = WeightVersion(3, "/weights/000003")
     for ask in (
@@ -371,10 +291,9 @@ def test_who_gives_up_waits_for_no_answer(serve, tmp_path):
 
 def test_an_orchestrator_that_never_was(tmp_path):
     trainer, waits = client(tmp_path, timeout_s=0.3)
-    with pytest.raises(
-        RunError,
-        match=r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has "
-        r"no status file",
+    with run_error(
+        r"waited 0 s for batch 1 \(the orchestrator to come up\), .*The orchestrator: it has "
+        r"no status file"
     ):
         trainer.get_batch(1)
     assert set(waits) == {(Phase.WAITING_FOR_BATCH, 1, "the orchestrator to come up")}
@@ -407,7 +326,7 @@ def test_garbage_is_dropped_and_counted(serve, tmp_path, caplog):
         assert trainer.get_batch(1) == BATCH
         socket.send(b"more")
         until(lambda: server.server.rejected.count > len(garbage))
-    server.stop()
+    server.__exit__()
     assert server.server.rejected.count == len(garbage) + 1 and server.seen == [GetBatch(1)]
     # the next is due in a minute
     (told,) = [
@@ -462,7 +381,7 @@ def test_a_status_file_with_an_address_that_is_none(tmp_path, address, why):
     write_status(tmp_path / "status" / "orchestrator.json", RoleStatus(address=address))
     run_token(tmp_path / "status")
     trainer, _ = client(tmp_path, enough=said(why))
-    with pytest.raises(RunError, match=why):
+    with run_error(why):
         trainer.get_batch(1)
 
 
@@ -472,23 +391,20 @@ TOKEN = "a-token-of-the-test-0123456789"
 def test_with_a_token_only_who_has_it_is_answered(serve, tmp_path, monkeypatch):
     monkeypatch.delenv("RL_TOKEN", raising=False)
     server = serve(lambda _request: ready(tmp_path), TOKEN)
-    assert server.address.startswith("curve://127.0.0.1:")
+    assert server.server.address.startswith("curve://127.0.0.1:")
     trainer, waits = client(tmp_path, enough=said("RL_TOKEN"))
-    with pytest.raises(
-        RunError,
-        match=r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to "
-        r"the same",
+    with run_error(
+        r"curve://\S+ requires the run's token, but this process has none: set RL_TOKEN to "
+        r"the same"
     ):
         trainer.get_batch(1)
     waits.clear()
     monkeypatch.setenv("RL_TOKEN", TOKEN.upper())
-    with pytest.raises(
-        RunError, match=r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"
-    ):
+    with run_error(r"curve://\S+ rejects this process's token: set RL_TOKEN to the same value"):
         trainer.get_batch(1)
     waits.clear()
     monkeypatch.setenv("RL_TOKEN", "too short")
-    with pytest.raises(RunError, match="RL_TOKEN must be 16 to 256 printable characters"):
+    with run_error("RL_TOKEN must be 16 to 256 printable characters"):
         trainer.get_batch(1)
     monkeypatch.delenv("RL_TOKEN")
     (tmp_path / "status" / "token").write_text(TOKEN)
@@ -500,7 +416,7 @@ def test_the_servers_key_alone_opens_nothing(serve, tmp_path):
     """Clients that know the address and the server's public key, but not the token: with another
     key, or without one."""
     server = serve(lambda _request: ready(tmp_path), TOKEN)
-    address = server.address.replace("curve://", "tcp://")
+    address = server.server.address.replace("curve://", "tcp://")
     with zmq.Context() as context:
         for keys in (zmq.curve_keypair(), None):
             with context.socket(zmq.DEALER) as socket:
@@ -524,7 +440,7 @@ def test_a_message_that_is_too_large_does_not_reach_the_server(serve, tmp_path):
         time.sleep(0.3)
     trainer, _ = client(tmp_path)
     assert trainer.get_batch(1) == BATCH
-    server.stop()
+    server.__exit__()
     assert server.server.rejected.count == 0
 
 
@@ -534,10 +450,8 @@ def test_a_taken_port_names_the_setting(monkeypatch):
     async def bind_twice():
         server = TrainerServer("127.0.0.1", 0, TOKEN)
         port = int(server.address.rsplit(":", 1)[1])
-        with pytest.raises(
-            RunError,
-            match=f"orchestrator.port = {port} on 127.0.0.1: Address already in use; choose "
-            "another, or 0",
+        with run_error(
+            f"orchestrator.port = {port} on 127.0.0.1: Address already in use; choose another, or 0"
         ):
             TrainerServer("127.0.0.1", port, TOKEN)
         server.close()

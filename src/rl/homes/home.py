@@ -21,7 +21,6 @@ from typing import Literal
 from urllib.request import url2pathname
 
 import msgspec
-import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -152,6 +151,8 @@ def delete(place: Path) -> None:
 
 def users(place: Path) -> str:
     """The processes of this machine that run in a home, for messages; empty if there are none."""
+    import psutil  # here, because a worker imports this module in its home, which has none
+
     return ", ".join(
         str(process.pid)
         for process in psutil.process_iter(["cmdline"])

@@ -53,16 +53,6 @@ def test_this_machine_passes(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "outputs").exists()  # a question leaves nothing
 
 
-def test_json(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(linux, "SHARED_MEMORY", Path("/nowhere"))
-    assert main(["--no-smoke", "--json"], Children()) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["fine"] and [
-        check["name"] for check in found["checks"] if check["level"] == "FAIL"
-    ] == ["shm"]
-
-
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -171,14 +161,6 @@ def test_what_a_file_system_lacks(tmp_path, monkeypatch, name, patch, level, sai
     found = {check.name: check for check in machine.disk_checks(tmp_path)}
     assert found[name].level == level and said in found[name].text
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_place_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    (found,) = machine.disk_checks(tmp_path / "file" / "outputs")
-    assert found.level == "FAIL" and found.text.endswith(
-        "Not a directory; choose another location with --output_dir"
-    )
 
 
 # A configuration ----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import sys
 import time
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 
 from rl.commands.doctor import configuration, smoke
@@ -20,7 +19,6 @@ from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import write_file
-from rl.run_dir.status import RunEnd
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import ScoredToken
@@ -90,24 +88,6 @@ def test_what_a_configuration_lacks(tmp_path, children, monkeypatch):
         "environment no-such-env is not installed: there is no ./no_such_env.py"
     )
     assert set(found) == {"model", "vllm", "environment"}
-
-
-def test_a_home_that_is_not_there_is_not_made(tmp_path, children, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
-    monkeypatch.setenv("RL_ENVIRONMENTS", str(tmp_path / "homes"))
-    config = made('--orchestrator.environment ["say-digit","ada/hello@1.0"]')
-    found = [
-        check.text
-        for check in configuration.environments(config, None, tmp_path, children)
-        if check.level == "warn"
-    ]
-    assert found == [
-        "environment say-digit: its home does not exist yet; a start makes it, with "
-        "verifiers>=0.3.1,<0.4",
-        "environment hello: its home does not exist yet; a start makes it, with "
-        "ada/hello@1.0; `rl env install ada/hello@1.0` makes it now",
-    ]
-    assert not (tmp_path / "homes").exists()
 
 
 def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
@@ -195,20 +175,6 @@ def test_a_run_by_directory_and_by_name(tmp_path, capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert not found["fine"] and "the run was stopped" in found["bottleneck"]
     assert "000001.batch: damaged record at byte 0" in found["problems"][0]
-
-
-def test_an_end_that_may_be_of_a_fault_is_a_warning(tmp_path, capsys):
-    config = made(f"--name x --output_dir {tmp_path} --orchestrator.environment.id none")
-    write_file(tmp_path / "x" / "config.toml", to_toml(config).encode())
-    for kind, said in (
-        ("doubtful", "warn  the run ended at step 0 of 100: why"),
-        ("early", "ok    the run ended well: why"),
-    ):
-        write_file(config.run_dir.run_end, msgspec.json.encode(RunEnd("why", 1.0, kind)))
-        assert (
-            main([str(tmp_path / "x")], Children()) == 0
-            and capsys.readouterr().out.splitlines()[-1] == said
-        )
 
 
 def test_parity_of_a_model(tmp_path):

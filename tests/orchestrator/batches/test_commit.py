@@ -31,11 +31,11 @@ from rl.run_dir.metrics import read_metrics, source_files
 from rl.run_dir.paths import BranchOrigin, numbered
 from rl.run_dir.status import RoleStatus
 from rl.system import faults
-from rl.system.errors import RunError
 from rl.system.functions import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
 from rl.wire.rollouts import Group, Rollout, read_records, waiting_lines
 from tests.orchestrator.made import run_config, turn
+from tests.raised import run_error
 
 STEPS = 4
 
@@ -249,7 +249,7 @@ def test_the_first_failures_and_the_loss_of_an_environment_are_for_the_user(tmp_
         ): "environment b is lost until the next start, its share goes to the others: its "
         "workers died",
     }
-    with pytest.raises(RunError, match="environment a cannot be played: it died, too"):
+    with run_error("environment a cannot be played: it died, too"):
         one.lose_env("a", "it died, too")
 
 
@@ -299,10 +299,8 @@ def test_failures_of_an_earlier_process_do_not_end_the_next_one(tmp_path):
         for group in failed:
             group.rollouts[0].error, group.rollouts[0].cause = "the judge is down", "reward"
         now(one.pipeline.add(failed))
-        with pytest.raises(
-            RunError,
-            match=f"the last {2 * MAX_FAILED} groups all failed; the newest error:\nthe judge is "
-            "down",
+        with run_error(
+            f"the last {2 * MAX_FAILED} groups all failed; the newest error:\nthe judge is down"
         ):
             now(one.pipeline.commit_full_batches())
 
@@ -321,10 +319,9 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
         now(one.pipeline.commit_full_batches())
         for _ in range(num_groups - 1):
             play(one, 0.0, 0.0)
-        with pytest.raises(
-            RunError,
-            match=f"^{4 * MAX_WITHOUT_SIGNAL + (4 if num_groups == 2 else 0)} rollouts in a row "
-            "without any signal",
+        with run_error(
+            f"^{4 * MAX_WITHOUT_SIGNAL + (4 if num_groups == 2 else 0)} rollouts in a row "
+            "without any signal"
         ):
             play(one, 0.0, 0.0)
     one = world.started()
@@ -450,10 +447,8 @@ def check(world):
     last = world.started()
     last.source.update_solve_rates()
     history = last.pipeline.history
-    assert (
-        sorted(history.without_signal) == sorted(once.without_signal)
-        and history.ranges == once.ranges
-    )
+    assert sorted(history.without_signal) == sorted(once.without_signal)
+    assert history.ranges == once.ranges
     assert {
         task: rate for task, rate in enumerate(last.source.rates["a"]) if rate != UNPLAYED
     } == rates
@@ -527,7 +522,7 @@ def test_what_a_function_fails_with_is_not_played_again(tmp_path, monkeypatch):
     )  # no cache
     one = world.started()
     groups = [world.group(one.source.next(["a"]), 0) for _ in range(3)]
-    with pytest.raises(RunError, match=r"mine\.py:2"):
+    with run_error(r"mine\.py:2"):
         now(one.pipeline.add(groups))
     assert waiting_ids(world.run_dir) == [0, 1, 2]  # which shows what it failed with
     mine.write_text(

@@ -183,9 +183,8 @@ def test_compressed_rollouts_go_with_their_steps(compressed):
     ]
 
 
-def test_a_file_that_is_not_what_was_written_is_not_compressed(tmp_path, monkeypatch, caplog):
+def test_a_file_that_is_not_what_was_written_is_not_compressed(run_dir, monkeypatch, caplog):
     monkeypatch.setattr("rl.orchestrator.batches.batch_files.PLAIN_STEPS", 0)
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     write_rollouts(run_dir.rollouts(1), LINE % 1)
     run_dir.rollouts(1).write_bytes(LINE % 2)
     BatchFiles(run_dir, OrchestratorConfig(), {}).put_away(1)

@@ -4,25 +4,11 @@ import msgspec
 import pytest
 
 from rl.orchestrator.batches.contents import group_samples, join_spans
-from rl.wire.messages import TrainedSpan, VersionSpan
+from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import Turn, pack_logprobs, unpack_logprobs
 from tests.orchestrator.made import turn
 from tests.wire.samples import aligned, aligned_sample
-
-
-def test_turns_that_continue_each_other_are_one_sample():
-    rollout = Rollout(turns=[turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 9, 9], [7], 6)], reward=1.0)
-    (sample,) = group_samples(
-        Group(group_id=8, env="e", task=0, rollouts=[rollout], advantages=[0.5], temperature=0.7)
-    )
-    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 9, 7]
-    assert sample.spans == [
-        TrainedSpan(2, 4, 5, 0.5),
-        TrainedSpan(6, 7, 6, 0.5),
-    ] and sample.trained.tolist() == [2, 3, 6]
-    assert sample.logprobs.tolist() == [-1.0] * 3 and sample.versions.tolist() == [5, 5, 6]
-    assert (sample.group_id, sample.rollout_id, sample.temperature) == (8, 0, 0.7)
 
 
 def merge_whole_prompts(turns):
@@ -127,6 +113,11 @@ def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten(
         assert size < 12 * distinct
 
 
+def answered(chain, first, logprobs, *more):
+    """Turns of one answer, in a chain of two tokens."""
+    return {"chains": [[b"abcd" * 2]], "answers": [[chain, first, logprobs, *more]]}
+
+
 @pytest.mark.parametrize(
     ("turns", "what"),
     [
@@ -134,27 +125,27 @@ def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten(
         ({"chains": [[b"", 0, 0]]}, "does not continue an earlier one"),
         ({"chains": [[b"abcd"], [b"", 0, 2]]}, "more tokens than its base has"),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[1, 1, b"1234", [[0, 1]], "stop"]]},
+            answered(1, 1, b"1234", [[0, 1]], "stop"),
             "is not in a chain",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234567", [[0, 1]], "stop"]]},
+            answered(0, 1, b"1234567", [[0, 1]], "stop"),
             "an answer is cut short",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 2, b"1234", [[0, 1]], "stop"]]},
+            answered(0, 2, b"1234", [[0, 1]], "stop"),
             "outside of its chain",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 0, b"1234", [[0, 1]], "stop"]]},
+            answered(0, 0, b"1234", [[0, 1]], "stop"),
             "has no prompt",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234", [[0, 2]], "stop"]]},
+            answered(0, 1, b"1234", [[0, 2]], "stop"),
             "differ in number",
         ),
         (
-            {"chains": [[b"abcd" * 2]], "answers": [[0, 1, b"1234", [[0, 1]], "stop", b""]]},
+            answered(0, 1, b"1234", [[0, 1]], "stop", b""),
             "teacher logprobs differ in number",
         ),
     ],

@@ -9,7 +9,6 @@ import re
 import pytest
 
 from rl.config.base import FunctionConfig
-from rl.config.command_line import build, parse_args
 from rl.config.orchestrator import CustomCreditConfig, ReinforcePlusPlusConfig, RlooConfig
 from rl.orchestrator.batches.contents import batch_metrics, group_samples
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
@@ -23,6 +22,7 @@ from rl.orchestrator.groups.group_credit import (
 from rl.system.errors import GIVE_UP, RunError
 from rl.system.functions import UserFunction
 from rl.wire.rollouts import Group, rollout_lines
+from tests.flags import made
 from tests.orchestrator.batches.test_batch_selection import rollout
 from tests.orchestrator.test_loop_lag import HELD_S, builder, least_hold, long_group
 
@@ -107,10 +107,8 @@ def test_the_filter_drops_rollouts_and_groups(file):
     ] and not lines[0]["trained"]
     assert [sample.rollout_id for sample in group_samples(some)] == [1, 2]
     metrics = batch_metrics(1, [some, whole])
-    assert (
-        metrics["rollouts/filtered"] == metrics["rollouts/e/filtered"] == 3 / 5
-        and metrics["rollouts/trained"] == 2
-    )
+    assert metrics["rollouts/filtered"] == metrics["rollouts/e/filtered"] == 3 / 5
+    assert metrics["rollouts/trained"] == 2
     assert credit_group(some, Rules()).rollouts[0].filtered is False  # judged again, by other rules
 
 
@@ -133,20 +131,16 @@ def test_a_group_that_the_filter_leaves_without_signal_is_dropped(file):
 
 def test_the_filter_sees_what_would_be_trained_and_its_advantages(file):
     rules = filtered(file, "1 / 0", RlooConfig())
-    assert (
-        credit_group(group_of(1.0, 1.0), rules).why == "no_signal"
-        and credit_group(group_of(1.0, 0.0, error="boom"), rules).why == "error"
-    )
+    assert credit_group(group_of(1.0, 1.0), rules).why == "no_signal"
+    assert credit_group(group_of(1.0, 0.0, error="boom"), rules).why == "error"
     seen = filtered(
         file,
         "group.rewards == [1.0, 0.0] and group.advantages == [0.5, -0.5] and group.task == 5",
     )
     partly = group_of(1.0, 0.0, 7.0)
     partly.rollouts[2].trainable = False
-    assert (
-        credit_group(partly, seen).why is None
-        and credit_group(group_of(1.0, 0.5), seen).why == "filtered"
-    )
+    assert credit_group(partly, seen).why is None
+    assert credit_group(group_of(1.0, 0.5), seen).why == "filtered"
 
 
 def test_a_filter_that_lets_nothing_pass_ends_the_run(file):
@@ -158,10 +152,8 @@ def test_a_filter_that_lets_nothing_pass_ends_the_run(file):
     history = RewardHistory()
     for one in (group, credit_group(group_of(1.0, 1.0), Rules())):
         history.add(one)
-    assert (
-        history.without_signal == [("e", 1.0), ("e", 0.0), ("e", 1.0), ("e", 1.0)]
-        and not history.is_solved()
-    )
+    assert history.without_signal == [("e", 1.0), ("e", 0.0), ("e", 1.0), ("e", 1.0)]
+    assert not history.is_solved()
 
 
 def metrics_of(file, answer):
@@ -171,7 +163,7 @@ def metrics_of(file, answer):
         "--orchestrator.metrics.function",
         f"{file}:shape",
     ]
-    settings = build(parse_args(flags)).orchestrator
+    settings = made(*flags).orchestrator
     settings.metrics.args["answer"] = answer
     return metrics_function(settings)
 
@@ -258,7 +250,7 @@ def test_they_are_loaded_by_the_keys_that_name_them(file, tmp_path):
         "--orchestrator.filter.function",
         f"{file}:answers",
     ]
-    config = build(parse_args(flags))
+    config = made(*flags)
     with pytest.raises(
         RunError,
         match=r"^orchestrator\.environment\.1\.credit\.function .*broken\.py:2\); correct it",

@@ -8,7 +8,6 @@ import sys
 from types import SimpleNamespace
 
 import msgspec
-import pytest
 
 from rl.envs.policy import TALKS
 from rl.envs.worker import Worker
@@ -17,7 +16,7 @@ from rl.orchestrator.main import run
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
 from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
-from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import Turns
 from rl.wire.worker_messages import FromWorker, PlayGroup
 from tests import steady
@@ -234,22 +233,3 @@ def test_members_that_a_batch_gave_up_are_not_begun_again(tmp_path):
     again = TaskSource({"e": EnvTasks(9)}, seed=3)
     again.restore(state, done=[], begun=[refs[2]], drawn=drawn)
     assert [*again.retry] == [TaskRef(3, "e", refs[2].task)]
-
-
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_group_with_members_goes_on_under_its_number_and_its_task_is_issued_once(committed):
-    source = TaskSource({"e": EnvTasks(9)}, seed=3)
-    refs = [source.next(["e"]) for _ in range(4)]
-    state = source.state(refs) if committed else None
-    again = TaskSource({"e": EnvTasks(9)}, seed=3)
-    drawn = [] if committed else source.newly_drawn()
-    assert drawn == [] or drawn == [Drawn(4, {"e": 4}, {"e": 0}, refs)]
-    again.restore(state, done=[refs[0]], begun=[refs[2]], drawn=drawn)
-    issued = [again.next(["e"]) for _ in range(8)]
-    assert (
-        issued.count(refs[2]) == 1
-        and len({ref.group_id for ref in issued}) == 8
-        and refs[0].group_id not in {r.group_id for r in issued}
-    )
-    assert sorted([refs[0].task, *(ref.task for ref in issued)]) == list(range(9))
-    assert TaskRef(refs[2].group_id, "e", refs[2].task) in issued

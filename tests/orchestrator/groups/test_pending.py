@@ -5,7 +5,6 @@ from pathlib import Path
 from rl.orchestrator.batches.batch_files import PendingLog
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.wire.rollouts import Drawn, Group, Rollout, waiting_lines
-from rl.wire.turns import pack_logprobs
 from tests.orchestrator.made import turn
 
 
@@ -28,26 +27,6 @@ def make(path, ids):
     return log
 
 
-def test_what_a_teacher_said_is_durable(tmp_path):
-    log = PendingLog(tmp_path / "pending.log")
-    rollout = Rollout(turns=[turn()])
-    rollout.turns.answers[0].teacher_logprobs = pack_logprobs([-0.25])
-    log.append(
-        [
-            Group(
-                group_id=1,
-                env="e",
-                task=0,
-                rollouts=[rollout],
-                penalties=[0.1],
-                signal=True,
-            )
-        ]
-    )
-    again = PendingLog(tmp_path / "pending.log")
-    assert again.load(set(), 9) == [] and again.groups == log.groups
-
-
 def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, monkeypatch):
     path = tmp_path / "pending.log"
     make(path, [1])
@@ -60,11 +39,10 @@ def test_a_log_that_the_disk_cannot_give_back_does_not_end_the_run(tmp_path, mon
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     log = PendingLog(path)
-    assert (
-        log.load(set(), 9)
-        == [f"{path}: cannot be read (Input/output error); rollouts there are sampled again"]
-        and log.groups == []
-    )
+    assert log.load(set(), 9) == [
+        f"{path}: cannot be read (Input/output error); rollouts there are sampled again"
+    ]
+    assert log.groups == []
 
 
 def test_what_waits_is_readable_with_what_will_become_of_it(tmp_path):

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 from rl.config.orchestrator import TeacherConfig
 from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.teacher import Teacher, make_teachers
-from rl.system.errors import RunError
 from rl.wire.rollouts import Group, Rollout
 from tests.orchestrator.made import turn
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
+from tests.raised import run_error
 
 
 def against(stub, act, **options):
@@ -103,9 +103,8 @@ def test_a_teacher_that_is_down_fails_at_its_deadline(answer):
         stub.answers = [None]
         if answer == "away":
             await stub.runner.cleanup()
-        with pytest.raises(
-            RunError,
-            match=r"waited 1 s for the teacher at http://127.*completions.*teacher\.timeout_s",
+        with run_error(
+            r"waited 1 s for the teacher at http://127.*completions.*teacher\.timeout_s"
         ) as caught:
             await teacher.score([1, 2])
         assert ("Connect" if answer == "away" else "no answer yet") in str(caught.value)
@@ -126,11 +125,11 @@ def test_the_check_at_the_start(model, monkeypatch):
 
     assert check(StubTeacher(tokenizer=ours)) == "big"
     assert check(StubTeacher()) == "big"  # no /detokenize: trusted
-    with pytest.raises(RunError, match="serves big, not small"):
+    with run_error("serves big, not small"):
         check(StubTeacher(), model="small")
-    with pytest.raises(RunError, match=r"sequences of 256 tokens.*max_model_len = 256 needs 257"):
+    with run_error(r"sequences of 256 tokens.*max_model_len = 256 needs 257"):
         check(StubTeacher(max_model_len=256))
-    with pytest.raises(RunError, match="no prompt_logprobs"):
+    with run_error("no prompt_logprobs"):
         check(StubTeacher(), [nonsense('{"choices": [{"text": ""}]}')])
 
     class Shorter:
@@ -141,9 +140,9 @@ def test_the_check_at_the_start(model, monkeypatch):
                 else ours.decode(ids, skip_special_tokens=False)
             )
 
-    with pytest.raises(RunError, match="has another tokenizer"):
+    with run_error("has another tokenizer"):
         check(StubTeacher(tokenizer=Shorter()))
-    with pytest.raises(RunError, match=r"wrong key.*environment variable SOME_KEY"):
+    with run_error(r"wrong key.*environment variable SOME_KEY"):
         check(StubTeacher(key="secret"), api_key_var="SOME_KEY")
     monkeypatch.setenv("SOME_KEY", "secret")
     assert check(StubTeacher(key="secret"), api_key_var="SOME_KEY") == "big"

@@ -19,7 +19,6 @@ from rl.run_dir.paths import BranchOrigin
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
-from rl.wire.worker_messages import ServerSet
 from tests.launch.long_run import make_version
 from tests.orchestrator.made import run_config, turn
 
@@ -165,30 +164,6 @@ def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch
     assert list(policy.versions) == [0, 4, 1000]
 
 
-def test_at_the_start_all_servers_get_one_version(world):
-    servers = Servers(4, 2)
-    _, _, policy = world(servers)
-
-    async def start():
-        await policy.start()
-        first = servers.server_set
-        await asyncio.sleep(0.01)
-        await policy.reconcile()
-        return first
-
-    # the run continues with the server that is ready
-    assert asyncio.run(start()) == ServerSet(["0"], ["1"], 4, 5)
-    assert (servers.versions, servers.loads, policy.loaded, servers.server_set) == (
-        [4, 4],
-        [4],
-        4,
-        ServerSet(["0", "1"], [], 4, 5),
-    )
-    servers.versions = [12, 12]
-    asyncio.run(policy.start())
-    assert (servers.versions, policy.loaded) == ([5, 5], 5)
-
-
 def test_what_inference_refuses(world, monkeypatch):
     monkeypatch.setattr("rl.orchestrator.policy.served_policy.RETRY_S", 0.0)
     servers = Servers(3)
@@ -271,10 +246,8 @@ def test_an_eval_that_died_before_its_file_is_played_again_and_its_target_is_rem
     assert [entry.label for entry in evaluator.due(2, 9)] == ["e"]
     config.orchestrator.eval[0].target = 0.7
     again = Evaluator(config, Pool(servers), {"e": EvalEnv("e", 4)}, StepClock())
-    assert (
-        again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7"
-        and again.best["e"] == (True, 0.75, 2)
-    )
+    assert again.reached_target() == "eval e reached 0.750 at version 2; its target is 0.7"
+    assert again.best["e"] == (True, 0.75, 2)
 
 
 def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a_target(
@@ -299,10 +272,8 @@ def test_an_eval_of_which_many_rollouts_failed_is_neither_the_best_nor_reaches_a
     again = Evaluator(config, pool, evaluator.envs, StepClock())
     assert evaluator.best["e"] == (True, -4.5, 2) and again.best["e"] == (True, -4.0, 6)
     assert evaluator.reached_target() is again.reached_target() is None
-    assert (
-        "eval e at version 4: 100% of its rollouts failed" in caplog.text
-        and "at version 6" not in caplog.text
-    )
+    assert "eval e at version 4: 100% of its rollouts failed" in caplog.text
+    assert "at version 6" not in caplog.text
 
 
 def test_an_eval_whose_workers_are_lost_is_left_out(world):

@@ -11,7 +11,6 @@ from rl.orchestrator.policy import trainer_requests
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.paths import RunDir
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.errors import RunError
 from rl.wire.batch_file import write_batch
@@ -28,8 +27,7 @@ def requests_of(run_dir):
     return TrainerRequests(run_dir, SimpleNamespace(final=5), nothing, nothing, 0)
 
 
-def test_a_trainer_that_is_ahead_of_a_lowered_max_steps_has_ended(tmp_path):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
+def test_a_trainer_that_is_ahead_of_a_lowered_max_steps_has_ended(run_dir):
     requests = requests_of(run_dir)
     run_dir.checkpoint(4).mkdir(parents=True)
     assert not requests.trainer_has_ended()  # it died before its last checkpoint, and comes again
@@ -39,10 +37,9 @@ def test_a_trainer_that_is_ahead_of_a_lowered_max_steps_has_ended(tmp_path):
 
 @pytest.mark.parametrize("clock", [1e9, 9e9], ids=["behind", "ahead"])
 def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats(
-    tmp_path, monkeypatch, clock
+    run_dir, monkeypatch, clock
 ):
     monkeypatch.setattr(trainer_requests, "DEAD_S", 0.2)
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.checkpoint(5).mkdir(parents=True)
     requests = requests_of(run_dir)
     for beat in range(8):
@@ -52,13 +49,11 @@ def test_a_trainer_on_a_host_with_another_clock_lives_as_long_as_its_heart_beats
     until(requests.trainer_has_ended)
 
 
-def test_a_batch_that_is_played_for_long_is_not_the_trainers_fault(tmp_path):
+def test_a_batch_that_is_played_for_long_is_not_the_trainers_fault(run_dir):
     """Regression: a healthy run whose batch took longer than trainer_timeout_s was ended,
     however many of its groups had finished."""
     progress, status = Progress(9), SimpleNamespace(progress=0)
-    requests = TrainerRequests(
-        RunDir(tmp_path, tmp_path / "weights"), progress, SimpleNamespace(), status, 0
-    )
+    requests = TrainerRequests(run_dir, progress, SimpleNamespace(), status, 0)
 
     async def play(num_groups):
         for _ in range(num_groups):
@@ -75,9 +70,8 @@ def test_a_batch_that_is_played_for_long_is_not_the_trainers_fault(tmp_path):
     steady.run(main())
 
 
-def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeypatch):
+def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(run_dir, monkeypatch):
     progress, asked = Progress(9), []
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     samples = [make_sample([group, group], [9], group=group) for group in (7, 7, 3, 8, 5)]
     write_batch(run_dir.batch(1), TrainBatch(step=1, samples=samples), {})
     progress.newest = 1
@@ -91,12 +85,14 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
 
     answers, policy = [], SimpleNamespace(loaded=1, servers=SimpleNamespace(generate=generate))
     requests = TrainerRequests(run_dir, progress, policy, SimpleNamespace(), max_model_len=33)
-    asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+
+    def probe():
+        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+        return [sample.token_ids.tolist() for sample in answers.pop().samples]
+
+    assert probe() == [[group, 6] for group in (7, 3, 8, 5)]
     assert asked == [
         ([group], {"max_tokens": 32, "temperature": 1.0, "routes": False}) for group in (7, 3, 8, 5)
-    ]
-    assert [sample.token_ids.tolist() for sample in answers[0].samples] == [
-        [group, 6] for group in (7, 3, 8, 5)
     ]
 
     async def hang(*_):
@@ -104,8 +100,7 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
 
     monkeypatch.setattr(trainer_requests, "PROBE_S", 0.1)
     policy.servers.generate = hang
-    asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
-    assert answers[1].samples == []
+    assert probe() == []
     for refusal in (
         InferenceLostError("no server answered"),
         PromptTooLongError("64 tokens"),
@@ -113,8 +108,7 @@ def test_a_probe_asks_for_the_first_groups_of_the_newest_batch(tmp_path, monkeyp
     ):
         # Regression: it ended the orchestrator
         policy.servers.generate = AsyncMock(side_effect=refusal)
-        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
-        assert answers.pop().samples == [] and len(answers) == 2
+        assert probe() == []
     run_dir.batch(1).unlink()
     with pytest.raises(CorruptFileError):
-        asyncio.run(requests.answer_probe(SimpleNamespace(reply=reply), b"", 1))
+        probe()

@@ -10,14 +10,16 @@ from rl.orchestrator.recorded.lines import Converter, RecordedTurn
 from rl.orchestrator.recorded.run import read
 from rl.system.errors import RunError
 from rl.wire.rollouts import Group, Rollout, rollout_lines
+from tests.models.conversations import assistant, user
 from tests.orchestrator.recorded.lines import config, line, turn, write
+from tests.raised import run_error
 
 VOCABULARY = 259
 CHAT = [
-    {"role": "user", "content": "1 + 1?"},
-    {"role": "assistant", "content": "2"},
-    {"role": "user", "content": "sure?"},
-    {"role": "assistant", "content": "yes"},
+    user("1 + 1?"),
+    assistant("2"),
+    user("sure?"),
+    assistant("yes"),
 ]
 
 
@@ -111,7 +113,7 @@ def groups(tmp_path, model, *lines, **settings):
             "turns[0].completion_ids[1]: 2147483648 is not in the model's vocabulary",
         ),
         (
-            {"messages": [{"role": "user", "content": "\ud83d"}]},
+            {"messages": [user("\ud83d")]},
             r"messages: \ud83d is half of a character and cannot be written",
         ),
         ({"env": "\ud83d"}, r"env: \ud83d is half of a character and cannot be written"),
@@ -147,9 +149,9 @@ def test_a_faulty_line_is_refused_by_its_number_and_field(tmp_path, model, broke
 )
 def test_a_file_of_something_else(tmp_path, model, text, message):
     (tmp_path / "r.jsonl").write_text(text)
-    with pytest.raises(RunError, match=message):
+    with run_error(message):
         read(config(tmp_path / "r.jsonl", model), str(model), 0)
-    with pytest.raises(RunError, match="there is no such file"):
+    with run_error("there is no such file"):
         read(config(tmp_path / "other.jsonl", model), str(model), 0)
 
 
@@ -173,13 +175,9 @@ def test_versions_are_needed_only_on_policy(tmp_path, model):
     assert recording.counts[lacking] == 1 and lacking.startswith(
         "do not say which version sampled them"
     )
-    assert (
-        recording.counts[uncompared] == 1
-        and "nothing compares them with the trainer's" in uncompared
-    )
-    with pytest.raises(
-        RunError, match=r"r.jsonl:2: turns\[0\].policy_versions: missing, and max_lag = 0"
-    ):
+    assert recording.counts[uncompared] == 1
+    assert "nothing compares them with the trainer's" in uncompared
+    with run_error(r"r.jsonl:2: turns\[0\].policy_versions: missing, and max_lag = 0"):
         groups(tmp_path, model, line(), without, max_lag=0)
 
 
@@ -197,7 +195,7 @@ def test_logprobs_are_needed_only_by_losses_that_read_them(tmp_path, model, loss
         for value in played.logprobs
     )
     assert sum("no log-probabilities" in what for what in recording.counts) == 1
-    with pytest.raises(RunError, match="weighs tokens by them"):
+    with run_error("weighs tokens by them"):
         groups(tmp_path, model, line(turns=[turn(logprobs=None)]), trainer__loss="dppo")
 
 
@@ -214,9 +212,7 @@ def test_text_has_the_ids_of_a_rollout_with_that_text(tmp_path, model):
     assert [(played.prompt_ids, played.completion_ids) for played in whole.turns] == expected
     assert len(whole.turns.chains) == 1 and renderer.decode(expected[1][1]) == "yes"
     assert not cut.turns and cut.truncated and cut.outcome == "truncated"
-    with pytest.raises(
-        RunError, match=r"r.jsonl:1: the policy sampled 1 of its 2 answers, and nothing says which"
-    ):
+    with run_error(r"r.jsonl:1: the policy sampled 1 of its 2 answers, and nothing says which"):
         groups(tmp_path, model, chat | {"num_turns": 1}, trainer__loss="cross_entropy")
 
 
@@ -250,10 +246,9 @@ def test_a_rollout_is_in_a_file_once(tmp_path, model):
         one.episode for one in groups(tmp_path, model, *two, line(0, sample=5)).groups[0].rollouts
     ] == [0, 0, 1]
     for lines in ([line(0, sample=4), line(1, sample=4), line(0, sample=4)], [*two, two[0]]):
-        with pytest.raises(
-            RunError,
-            match=r"r.jsonl:3: sample: 4 of agent 'agent' is in .*r.jsonl:1 already; did two "
-            r"programs write",
+        with run_error(
+            r"r.jsonl:3: sample: 4 of agent 'agent' is in .*r.jsonl:1 already; did two "
+            r"programs write"
         ):
             groups(tmp_path, model, *lines)
 
@@ -281,10 +276,7 @@ def test_the_temperature_is_that_of_the_trained(tmp_path, model):
 
 
 def test_without_a_task_equal_prompts_are_one(tmp_path, model):
-    lines = [
-        line() | {"task": None, "messages": [{"role": "user", "content": text}, CHAT[1]]}
-        for text in ("a", "b", "a")
-    ]
+    lines = [line() | {"task": None, "messages": [user(text), CHAT[1]]} for text in ("a", "b", "a")]
     lines += [line() | {"task": None, "turns": [turn(prompt)]} for prompt in ((1,), (2,), (1,))]
     assert [len(group.rollouts) for group in groups(tmp_path, model, *lines).groups] == [2, 1, 2, 1]
     named = groups(tmp_path, model, line("x"), line("y"), line("x")).groups
@@ -332,51 +324,23 @@ def test_results_of_the_classic_api(tmp_path, model):
         [5, 7, 8],
         [5, 7, 8, 9, 7, 8],
     ] and first.turns[1].logprobs == [-1.0, -2.0]
-    assert (
-        first.metrics == {"right": 1.0}
-        and first.num_prompt_messages == 1
-        and first.truncated
-        and not first.versions
-    )
+    assert first.metrics == {"right": 1.0}
+    assert first.num_prompt_messages == 1
+    assert first.truncated
+    assert not first.versions
     assert len(second.turns) == 2 and math.isnan(second.turns[0].logprobs[0])
     assert third.error == "Boom()"
     text = row | {"prompt": "1 + 1", "completion": "2"}
-    with pytest.raises(
-        RunError,
-        match=r"r.jsonl:1: completion: is text without token ids; save them, with trajectory",
-    ):
+    with run_error(r"r.jsonl:1: completion: is text without token ids; save them, with trajectory"):
         groups(tmp_path, model, text, trainer__loss="cross_entropy")
-    with pytest.raises(RunError, match=r"r.jsonl:1: trajectory: an answer has masked tokens"):
+    with run_error(r"r.jsonl:1: trajectory: an answer has masked tokens"):
         groups(
             tmp_path,
             model,
             row | {"trajectory": [{"tokens": tokens | {"completion_mask": [1, 0]}}]},
         )
-    with pytest.raises(
-        RunError, match=r"r.jsonl:1: not as verifiers writes it \(KeyError: 'prompt'\)"
-    ):
+    with run_error(r"r.jsonl:1: not as verifiers writes it \(KeyError: 'prompt'\)"):
         groups(tmp_path, model, {"example_id": 4, "completion": []})
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        '{"id": "c", "name": "add", "arguments": "{}"}',
-        {"id": "c", "name": "add", "arguments": "{}"},
-    ],
-)
-def test_calls_have_the_form_of_chat_apis(tmp_path, model, call):
-    prompt, answer = CHAT[:1], {"role": "assistant", "content": None, "tool_calls": [call]}
-    row = {
-        "example_id": 0,
-        "prompt": prompt,
-        "completion": [answer],
-        "reward": 1.0,
-        "error": {"error_chain_repr": "x"},
-    }
-    (rollout,) = groups(tmp_path, model, row).groups[0].rollouts
-    made = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    assert rollout.messages == [*prompt, {"role": "assistant", "tool_calls": [made]}]
 
 
 def test_traces_of_the_v1_api(tmp_path, model):
@@ -414,17 +378,13 @@ def test_traces_of_the_v1_api(tmp_path, model):
         ([5, 6, 3], [7, 8]),
         ([5, 6, 3, 7, 8, 9, 3], [4]),
     ]
-    assert (
-        solver.turns[1].logprobs == [-3.0]
-        and solver.reward == 0.75
-        and solver.metrics == {"right": 1.0, "short": 0.25, "n": 2.0}
-    )
-    assert (
-        solver.messages == CHAT
-        and solver.num_prompt_messages == 1
-        and solver.agent == "solver"
-        and not other.trainable
-    )
+    assert solver.turns[1].logprobs == [-3.0]
+    assert solver.reward == 0.75
+    assert solver.metrics == {"right": 1.0, "short": 0.25, "n": 2.0}
+    assert solver.messages == CHAT
+    assert solver.num_prompt_messages == 1
+    assert solver.agent == "solver"
+    assert not other.trainable
     assert len(text.turns) == 2 and math.isnan(text.turns[0].logprobs[0])
     assert failed.error == "no answer" and json.dumps(failed.messages)
 
@@ -446,9 +406,7 @@ def test_the_temperature_of_a_trace(tmp_path, model, heats, expected):
         "traces": [trace, trace | {"agent": {"trainable": False}, "calls": []}],
     }
     if expected is None:
-        with pytest.raises(
-            RunError, match=r"r.jsonl:1: calls: sampled at several temperatures \(0.7, "
-        ):
+        with run_error(r"r.jsonl:1: calls: sampled at several temperatures \(0.7, "):
             groups(tmp_path, model, row)
         return
     recording = groups(tmp_path, model, row)
@@ -466,7 +424,7 @@ def test_the_temperature_of_a_trace(tmp_path, model, heats, expected):
 
 def test_rows_of_two_environments_are_told_apart_or_told(tmp_path, model):
     """Regression: two environments number their tasks alike, and were compared with each other."""
-    asked = [{"role": "user", "content": text} for text in ("1 + 1?", "the capital of France?")]
+    asked = [user(text) for text in ("1 + 1?", "the capital of France?")]
     rows = [
         {
             "example_id": 0,

@@ -18,11 +18,11 @@ from rl.run_dir.lease import hold_role
 from rl.run_dir.metrics import Merger, read_metrics
 from rl.run_dir.paths import BranchOrigin
 from rl.run_dir.status import Status
-from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, write_batch
 from rl.wire.messages import RunEnded, TrainBatch
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.recorded.lines import config, line, turn, write
+from tests.raised import run_error
 
 
 def task(number, *rewards, version=0):
@@ -91,14 +91,10 @@ def test_batches_have_whole_tasks_in_the_order_of_the_file(tmp_path, model):
     ]
     Merger(settings.run_dir.metrics, lambda: None).merge()
     measured = read_metrics(settings.run_dir.metrics)
-    assert (
-        measured[1, "orchestrator"]["reward/mean"] == 0.5
-        and measured[2, "orchestrator"]["lag/max"] == 1
-    )
-    assert (
-        measured[2, "orchestrator"]["rollouts/finished"] == 11
-        and measured[2, "orchestrator"]["rollouts/trained"] == 5
-    )
+    assert measured[1, "orchestrator"]["reward/mean"] == 0.5
+    assert measured[2, "orchestrator"]["lag/max"] == 1
+    assert measured[2, "orchestrator"]["rollouts/finished"] == 11
+    assert measured[2, "orchestrator"]["rollouts/trained"] == 5
 
 
 @pytest.mark.parametrize("done", [0, 1, 2, 3])
@@ -127,12 +123,10 @@ def test_what_was_trained_cannot_be_of_another_file(tmp_path, model):
     with running(settings, model) as run:
         run.commit(1)
     write(tmp_path / "r.jsonl", *FILE[3:])
-    with pytest.raises(
-        RunError, match=r"r.jsonl: has changed, or .* began with r.jsonl: restore the file"
-    ):
+    with run_error(r"r.jsonl: has changed, or .* began with r.jsonl: restore the file"):
         check_same(settings)
     with (
-        pytest.raises(RunError, match=r"batch 1 of .* was made of other rollouts"),
+        run_error(r"batch 1 of .* was made of other rollouts"),
         running(settings, model),
     ):
         pass
@@ -146,9 +140,8 @@ def test_files_keep_their_order(tmp_path, model):
     (tmp_path / "a.jsonl").rename(tmp_path / "a1.jsonl")
     assert [*check_same(settings)] == [str(tmp_path / "a1.jsonl"), str(tmp_path / "b.jsonl")]
     (tmp_path / "a1.jsonl").rename(tmp_path / "c.jsonl")
-    with pytest.raises(
-        RunError,
-        match=r"comes in another order, since the run began with a.jsonl, b.jsonl: restore",
+    with run_error(
+        r"comes in another order, since the run began with a.jsonl, b.jsonl: restore",
     ):
         check_same(settings)
 
@@ -157,7 +150,7 @@ def test_a_file_with_a_fault_can_be_mended_for_a_resume(tmp_path, model):
     settings = settings_of(tmp_path, model, *task(0, 1, 1))
     settings.run_dir.status_dir.mkdir(parents=True)
     status = Status(settings.run_dir.status("orchestrator"), "orchestrator")
-    with pytest.raises(RunError, match="nothing to train"):
+    with run_error("nothing to train"):
         asyncio.run(asyncio.wait_for(run_recorded(settings, status, str(model)), 60))
     status.close()
     write(tmp_path / "r.jsonl", *FILE)
@@ -172,9 +165,8 @@ def test_rollouts_of_a_version_served_as_a_model_are_not_of_its_branch(tmp_path,
     settings.run_dir.origin.write_text(
         json.dumps({"run": "outputs/x", "step": 40, "time": 0.0, "changes": []})
     )
-    with pytest.raises(
-        RunError,
-        match=r"begins with version 40; .*: rl train --from FILE --model.name outputs/x/weights/40",
+    with run_error(
+        r"begins with version 40; .*: rl train --from FILE --model.name outputs/x/weights/40"
     ):
         running(settings, model).__enter__()
 
@@ -203,7 +195,7 @@ def test_rollouts_may_be_as_old_as_those_of_a_run(tmp_path, model, more, fault):
         if not fault:
             assert stack.enter_context(running(settings, model)).progress.final == more["max_steps"]
             return
-        with pytest.raises(RunError, match=fault):
+        with run_error(fault):
             stack.enter_context(running(settings, model))
     assert not settings.run_dir.batches.exists()
 
@@ -211,10 +203,9 @@ def test_rollouts_may_be_as_old_as_those_of_a_run(tmp_path, model, more, fault):
 def test_rollouts_of_a_later_version_belong_to_a_branch(tmp_path, model):
     lines = [*task(0, 0, 1), *task(1, 0, 1), *task(2, 0, 1, version=2), *task(3, 0, 1, version=1)]
     settings = settings_of(tmp_path, model, *lines)
-    with pytest.raises(
-        RunError,
-        match=r"r.jsonl:5: policy_versions: version 2 sampled it, but batch 2 trains version 1; "
-        r"continue the run",
+    with run_error(
+        r"r.jsonl:5: policy_versions: version 2 sampled it, but batch 2 trains version 1; "
+        r"continue the run"
     ):
         running(settings, model).__enter__()
     settings.run_dir.root.mkdir(exist_ok=True)
@@ -257,7 +248,7 @@ def test_rollouts_of_a_later_version_belong_to_a_branch(tmp_path, model):
     ],
 )
 def test_a_file_that_teaches_nothing(tmp_path, model, lines, more, message):
-    with pytest.raises(RunError, match=message):
+    with run_error(message):
         running(settings_of(tmp_path, model, *lines, **more), model).__enter__()
 
 

@@ -19,12 +19,13 @@ from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
 from rl.orchestrator.workers.pool_worker import WorkerLauncher
 from rl.run_dir.spans import DECODER, Span
 from rl.system import process_table
-from rl.system.errors import RESTART, RunError
+from rl.system.errors import RESTART
 from rl.wire.worker_messages import PolicySpec
 from tests.interpreters import worker_python
 from tests.orchestrator import light_worker
 from tests.orchestrator.made import worker_setup
 from tests.orchestrator.stub_inference import StubInference
+from tests.raised import run_error
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
 SAMPLING = {"max_tokens": 4, "temperature": 1.0}
@@ -136,12 +137,10 @@ def test_a_poison_environment_is_lost_alone(tmp_path, model, monkeypatch):
     rewards, lost, failed = run(
         tmp_path, model, work, ("good", {}, ""), ("poison", {"how": "poison"}, "")
     )
-    assert (
-        rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-        and told == list(lost.items())
-        and list(lost) == ["poison"]
-        and not failed
-    )
+    assert rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert told == list(lost.items())
+    assert list(lost) == ["poison"]
+    assert not failed
     lines = (tmp_path / "spans" / "worker-good-0.jsonl").read_bytes().splitlines()
     spans = [line for line in map(DECODER.decode, lines) if isinstance(line, Span)]
     assert {name: sum(span.name == name for span in spans) for name in ("play", "score")} == {
@@ -239,30 +238,12 @@ def test_no_signal_goes_to_a_worker_that_was_reaped(tmp_path, monkeypatch):
     async def main():
         pool = WorkerPool(tmp_path / "logs")
         pool.start(worker_setup(python="/bin/false"))
-        with pytest.raises(RunError, match="ended with code 1 while loading"):
+        with run_error("ended with code 1 while loading"):
             await pool.sizes(20.0)
         await pool.close()
 
     asyncio.run(main())
     assert strangers == []
-
-
-def test_a_virtual_environment_of_its_own(tmp_path, model):
-    """It sees the package `rl` and its own packages, which here come from a home through a .pth
-    file."""
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    (venv / "of-the-test").touch()
-    lent = next(Path(worker_python()).parents[1].glob("lib/python*/site-packages"))
-    (next(venv.glob("lib/python*/site-packages")) / "lent.pth").write_text(f"{lent}\n")
-
-    async def work(pool):
-        description = await pool.describe("own", "train", 2, 60.0)
-        return await pool.play("own", "train", 3, 1, SAMPLING, 0), description
-
-    (rollout,), description = run(tmp_path, model, work, ("own", {}, str(venv / "bin" / "python")))
-    assert (rollout.error, rollout.reward, rollout.metrics["in_own_venv"]) == (None, 3.0, 1.0)
-    assert len(description.tasks) == 2 and "SingleTurnEnv" in description.about["kind"]
 
 
 def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_interpreter(
@@ -272,22 +253,19 @@ def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_inter
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr("rl.orchestrator.workers.pool_worker.start", refuse)
-    with pytest.raises(
-        RunError, match="cannot be started now: Resource temporarily unavailable; make room"
-    ) as caught:
+    with run_error("cannot be started now: Resource temporarily unavailable; make room") as caught:
         WorkerLauncher().start(worker_setup(), tmp_path / "setup", tmp_path / "log", "", warm=False)
     assert caught.value.exit_code == RESTART
 
 
 def test_an_interpreter_that_is_not_there_or_lacks_packages(tmp_path, model):
-    with pytest.raises(RunError, match=r"nowhere/python does not start: No such file"):
+    with run_error(r"nowhere/python does not start: No such file"):
         run(tmp_path, model, None, ("own", {}, "/nowhere/python"))
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    with pytest.raises(
-        RunError,
-        match=r"ended with code 1.*; its interpreter lacks .*: `uv pip install --python "
-        r"\S+/bare/bin/python (.|\n)*No module named",
+    with run_error(
+        r"ended with code 1.*; its interpreter lacks .*: `uv pip install --python "
+        r"\S+/bare/bin/python (.|\n)*No module named"
     ):
         run(tmp_path, model, None, ("own", {}, str(bare / "bin" / "python")))
     assert os.listdir(tmp_path / "logs") == ["worker-own-0.log"]

@@ -10,9 +10,9 @@ import pytest
 
 from rl.orchestrator.workers.worker_sandbox import sandbox_of, view
 from rl.system import sandbox
-from rl.system.errors import RunError
 from rl.wire.worker_messages import PolicySpec
 from tests.orchestrator.made import worker_setup
+from tests.raised import run_error
 
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
@@ -102,12 +102,10 @@ def test_what_read_names_is_seen_and_nothing_else_that_a_setting_says(work, run)
         f"cat corpus/one way/rows ../data/rows; ls {work} {work.parent} //etc/shadow; echo x "
         "> /tmp/mine && echo written",
     )
-    assert (
-        "text" * 3 in found
-        and "secret" not in found
-        and "shadow" not in found
-        and found.endswith("written\n")
-    )
+    assert "text" * 3 in found
+    assert "secret" not in found
+    assert "shadow" not in found
+    assert found.endswith("written\n")
     told = view(setup_of(read=("corpus/one",)), run)
     assert f"{work}/corpus/one" in told and str(Path(sys.prefix)) in told
 
@@ -126,7 +124,7 @@ def test_what_read_names_is_seen_and_nothing_else_that_a_setting_says(work, run)
 )
 def test_what_cannot_be_shown_is_told(work, run, text, said):
     (work / "linked").symlink_to(run)
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         box_of(run, read=(text,))
 
 
@@ -168,7 +166,7 @@ def test_of_an_interpreter_that_is_a_link_the_link_is_seen_and_not_what_lies_bes
         assert found[0] == str(real.parents[1] if top == "bin" else home / top)
     (home / "bin/python3").unlink()
     write(home / "bin/python3").chmod(0o755)
-    with pytest.raises(RunError, match=f"belongs to {home}, all of which would be visible"):
+    with run_error(f"belongs to {home}, all of which would be visible"):
         box_of(run, str(home / "bin/other"))
 
 
@@ -217,16 +215,14 @@ def test_the_folder_of_all_runs_is_hidden_whole(work, run):
     """By any way it would be seen: runs that start later are below it."""
     (work.parent / "link").symlink_to(work)
     outer = box_of(run, read=(f"{work.parent}/link", str(work)))
-    assert (
-        outer.hidden >= {work / "outputs", work.parent / "link/outputs"}
-        and not outer.hidden & outer.read
-    )
+    assert outer.hidden >= {work / "outputs", work.parent / "link/outputs"}
+    assert not outer.hidden & outer.read
     assert box_of(run, id="./folder").hidden == {run}, "what is not seen needs no mount"
 
 
 def test_a_folder_of_runs_that_a_sandbox_would_show_is_refused(work, run):
     for given in ({"id": "./outputs"}, {"id": ".", "read": ("outputs/",)}):
-        with pytest.raises(RunError, match=f"{work}/outputs .*output_dir"):
+        with run_error(f"{work}/outputs .*output_dir"):
             box_of(run, **given)
 
 

@@ -2,25 +2,21 @@
 
 import pytest
 
-from rl.config.command_line import build, parse_args
 from rl.orchestrator.workers.setups import task_faults, worker_setups
 from rl.system.errors import ConfigError
 from rl.wire.worker_messages import PolicySpec, Ready
+from tests.flags import made
 
 
 def test_every_worker_is_started_once_whatever_the_labels():
     """A training environment with the name of an evaluation's own workers gets its workers only
     once."""
     environments = '[{id = "a", name = "eval-a", workers = 2, max_generating = 5}, {id = "b"}]'
-    config = build(
-        parse_args(
-            [
-                "--orchestrator.environment",
-                environments,
-                "--orchestrator.eval",
-                '[{id = "a", name = "a"}, {id = "c"}]',
-            ]
-        )
+    config = made(
+        "--orchestrator.environment",
+        environments,
+        "--orchestrator.eval",
+        '[{id = "a", name = "a"}, {id = "c"}]',
     )
     setups = {
         setup.worker_id: setup.env.max_generating
@@ -37,7 +33,7 @@ def test_workers_together_score_as_many_rollouts_as_the_limit_says(limit, worker
     """Regression: four workers scored eight rollouts at once with a limit of 10. Each scores at
     least one."""
     environment = f'{{id = "a", workers = {workers}, max_scoring = {limit}}}'
-    config = build(parse_args(["--orchestrator.environment", environment]))
+    config = made("--orchestrator.environment", environment)
     assert [setup.env.max_scoring for setup in worker_setups(config, PolicySpec(), "")] == parts
 
 
@@ -53,7 +49,7 @@ def test_an_evaluation_has_no_workers_of_another_environment():
         match=r"orchestrator.eval.0.name = 'x'\s+names its workers eval-x, like those of a "
         r"training",
     ):
-        build(parse_args(labels))
+        made(*labels)
 
 
 def test_what_a_run_refuses_about_its_tasks():
@@ -62,9 +58,7 @@ def test_what_a_run_refuses_about_its_tasks():
         '"e"}]'
     )
     environments = '[{id = "a"}, {id = "f", max_samples = 0}]'
-    config = build(
-        parse_args(["--orchestrator.environment", environments, "--orchestrator.eval", evals])
-    )
+    config = made("--orchestrator.environment", environments, "--orchestrator.eval", evals)
     ready = {
         "a": Ready(4, 0),
         "f": Ready(9, 0),

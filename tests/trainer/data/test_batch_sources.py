@@ -5,7 +5,6 @@ and the real trainer, resumed and on two ranks.
 import json
 import os
 import random
-import shutil
 from collections import Counter
 
 import numpy as np
@@ -15,11 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl.config.loss import CrossEntropyConfig
-from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import FakeDataConfig, TrainerConfig
+from rl.config.run import RLConfig
+from rl.config.trainer import FakeDataConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.metrics import cut_metrics, read_metrics
+from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
 from rl.system.errors import RunError
 from rl.trainer.data.batch_sources import (
@@ -35,10 +34,10 @@ from rl.trainer.data.packing import Layout, pack
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import cross_entropy
 from rl.trainer.model.head import score
-from rl.trainer.model.policy import load_policy
 from rl.trainer.sft.tokens import open_examples, prepare_data, write_examples
 from rl.trainer.train import Trainer, loss_inputs
-from rl.wire.messages import TrainBatch
+from tests import jsonl
+from tests.trainer.policies import learner
 from tests.trainer.samples import (
     assert_alike,
     assert_same_files,
@@ -47,7 +46,7 @@ from tests.trainer.samples import (
     sample_weights,
     write_config,
 )
-from tests.trainer.test_departure import signal_in_step_3
+from tests.trainer.test_departure import SIGNAL_IN_STEP_3, signal_in_step_3
 from tests.trainer.test_main import run_trainer
 
 STEPS = 6
@@ -66,7 +65,7 @@ def make_config(root, model, **more) -> RLConfig:
     """A configuration on `rows`; `more`: other settings at the top, those of sft and trainer are
     merged."""
     data = root / "data.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    data.write_text(jsonl.text(*rows()))
     sft = {
         "dataset": str(data),
         "batch_size": 8,
@@ -149,7 +148,7 @@ def chat(*said):
 def test_rows_of_one_prompt_are_on_one_side(tied_folder, tmp_path, row, tasks):
     """Regression: a row that was there twice was trained and held out."""
     data = tmp_path / "repeated.jsonl"
-    data.write_text("".join(json.dumps(row(i)) + "\n" for i in range(20)))
+    data.write_text(jsonl.text(*map(row, range(20))))
     config = make_config(
         tmp_path, tied_folder, sft={"dataset": str(data), "validation_fraction": 1 / tasks}
     )
@@ -163,35 +162,25 @@ def test_rows_of_one_prompt_are_on_one_side(tied_folder, tmp_path, row, tasks):
 
 def test_prompts_that_are_trained_and_held_out_are_told(tied_folder, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(
-        "".join(json.dumps(row) + "\n" for row in [rows()[0], {"prompt": "new", "completion": "x"}])
-    )
+    held_out.write_text(jsonl.text(rows()[0], {"prompt": "new", "completion": "x"}))
     source_of(tmp_path, tied_folder, sft={"validation": str(held_out), "validation_fraction": 0})
     (said,) = json.loads((tmp_path / "run" / "data" / "manifest.json").read_text())["warnings"]
     assert said == "1 of 2 prompts of sft.validation are trained on too: hold out others"
 
 
 def test_samples_fit_the_loss_and_share_prompts(tmp_path):
-    sizes = write_examples(
-        tmp_path / "e",
-        iter(
-            [
-                (([5, 6, 7], [False, False, True]), 0),
-                (([5, 6, 8, 9], [False, False, True, True]), 1),
-            ]
-        ),
-    )
+    rows = [([5, 6, 7], [False, False, True]), ([5, 6, 8, 9], [False, False, True, True])]
+    sizes = write_examples(tmp_path / "e", zip(rows, range(2), strict=True))
     assert sizes == {"examples": 2, "tokens": 7, "trained_tokens": 3}
-    batch = make_batch(3, open_examples(tmp_path / "e"), [1, 0, 1])
+    before = pa.total_allocated_bytes()
+    examples = open_examples(tmp_path / "e")
+    assert pa.total_allocated_bytes() == before, "they are mapped from their file"
+    batch = make_batch(3, examples, [1, 0, 1])
     assert [sample.token_ids.tolist() for sample in batch.samples] == [
-        [5, 6, 8, 9],
-        [5, 6, 7],
-        [5, 6, 8, 9],
+        rows[i][0] for i in (1, 0, 1)
     ]
-    assert (
-        batch.samples[0].advantages.tolist() == [1.0, 1.0]
-        and batch.samples[0].logprobs.tolist() == [0.0] * 2
-    )
+    assert batch.samples[0].advantages.tolist() == [1.0, 1.0]
+    assert batch.samples[0].logprobs.tolist() == [0.0, 0.0]
     assert len({sample.group_id for sample in batch.samples}) == 1 and batch.num_loss_tokens == 5
     packed = pack_alone(batch)
     # 5 6 8 for all: 3 of 3 + 2 + 3 inputs
@@ -245,7 +234,7 @@ def test_loss_and_gradient_are_those_of_plain_cross_entropy(
     batch = source_of(tmp_path, tied_folder).receive(1)
     expected, gradients = plain_loss(tied_folder, batch.samples)
     config = CrossEntropyConfig()
-    model = load_policy(str(tied_folder), ModelConfig(dtype="float32"), TrainerConfig(), world)
+    model, _, _ = learner(tied_folder, world)
     rows = pack_alone(
         batch, sample_weights(batch.samples, config, 1), micro_batch_tokens
     ).micro_batches
@@ -308,46 +297,22 @@ def test_end_to_end(straight):
     )
 
 
-def test_a_resumed_run_is_equal_bit_for_bit(straight, tmp_path):
-    """It goes on at the checkpoint of step 4; its data set has changed since, which changes
-    nothing."""
-    config = make_config(tmp_path, straight.model.name)
-    shutil.copytree(straight.run_dir.root, config.run_dir.root, dirs_exist_ok=True)
-    write_config(config)
-    shutil.rmtree(config.run_dir.checkpoint(6))
-    shutil.rmtree(config.run_dir.weights(6))
-    cut_metrics(config.run_dir.metrics, 4)
+def test_sigterm_loses_no_step_and_no_validation(straight, tmp_path, monkeypatch):
+    """The version of the checkpoint is published, as with every other. The next start goes on bit
+    for bit; the data set has changed since, which changes nothing."""
+    monkeypatch.setenv("RL_GRACE_S", "20")
+    monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
+    config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
+    run_trainer(config, 143, SIGNAL_IN_STEP_3)
+    for folder in (config.run_dir.checkpoints, config.run_dir.weights_dir):
+        assert list(numbered(folder)) == [3]
     (tmp_path / "data.jsonl").write_text('{"prompt": "other", "completion": "rows"}\n')
     run_trainer(config)
     assert_same_files(config.run_dir, straight.run_dir, 6)
     mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    for step, name in (
-        (5, "loss/mean"),
-        (6, "loss/mean"),
-        (6, "optim/grad_norm"),
-        (6, "validation/loss"),
-    ):
-        assert mine[step, "trainer"][name] == whole[step, "trainer"][name]
-
-
-def test_sigterm_loses_no_step_and_no_validation(straight, tmp_path, monkeypatch):
-    """The version of the checkpoint is published, as with every other."""
-    monkeypatch.setenv("RL_GRACE_S", "20")
-    monkeypatch.setenv("RL_TEST_STEP_S", "0.5")
-    config = make_config(tmp_path, straight.model.name, sft={"validation_interval": 3})
-    run_trainer(config, 143, "tests.trainer.test_departure:signal_in_step_3")
-    assert (
-        list(numbered(config.run_dir.checkpoints))
-        == list(numbered(config.run_dir.weights_dir))
-        == [3]
-    )
-    run_trainer(config)
-    assert_same_files(config.run_dir, straight.run_dir, 6)
-    mine, whole = (read_metrics(c.run_dir.metrics) for c in (config, straight))
-    assert (
-        list(mine) == list(whole)
-        and mine[6, "trainer"]["validation/loss"] == whole[6, "trainer"]["validation/loss"]
-    )
+    assert list(mine) == list(whole)
+    for name in ("loss/mean", "optim/grad_norm", "validation/loss"):
+        assert mine[6, "trainer"][name] == whole[6, "trainer"][name]
     assert [step for (step, _), line in mine.items() if "validation/loss" in line] == [0, 3, 6]
 
 
@@ -394,32 +359,23 @@ def test_two_ranks_equal_one(straight, tmp_path):
 
 def test_batches_are_a_function_of_seed_and_step():
     config = FakeDataConfig(samples=6, group_size=4, prompt_tokens=5, completion_tokens=3)
-    batch = FakeBatches(config, 50, seed=1).receive(2)
-    assert batch == FakeBatches(config, 50, seed=1).receive(2)
-    assert batch != FakeBatches(config, 50, seed=2).receive(2) and batch != FakeBatches(
-        config, 50, seed=1
-    ).receive(3)
-    assert [(s.group_id, s.rollout_id, s.num_tokens, s.num_trained) for s in batch.samples] == [
-        *((0, i, 8, 3) for i in range(4)),
-        *((1, i, 8, 3) for i in range(2)),
+    batch, *others = [
+        FakeBatches(config, 50, seed).receive(step)
+        for seed, step in ((1, 2), (1, 2), (2, 2), (1, 3))
     ]
+    assert [other == batch for other in others] == [True, False, False]
+    sizes = [(s.group_id, s.rollout_id, s.num_tokens, s.num_trained) for s in batch.samples]
+    assert sizes == [(i // 4, i % 4, 8, 3) for i in range(6)]
     heads = [s.token_ids[:5].tolist() for s in batch.samples]
-    assert (
-        heads[0] == heads[3] != heads[4] == heads[5]
-        and max(s.token_ids.max() for s in batch.samples) < 50
-    )
+    assert heads[0] == heads[3] != heads[4] == heads[5]
+    assert max(s.token_ids.max() for s in batch.samples) < 50
 
 
-def sizes(batch: TrainBatch, ranks: int, row_tokens: int):
-    rows = [
-        pack(batch, [1.0] * len(batch.samples), Layout(rank, ranks, row_tokens, 64)).micro_batches
-        for rank in range(ranks)
-    ]
-    return [[(len(row.input_ids), len(row.predictors)) for row in batches] for batches in rows]
-
-
-def test_a_full_batch_is_one_full_row_for_each_rank():
-    assert sizes(full_batch(1, 100, 41, 50), 1, 100) == [[(100, 100)]]  # 40 + 40 + 20
-    assert sizes(full_batch(2, 100, 41, 50), 2, 100) == [[(100, 100)], [(100, 100)]]
-    # a sequence is not divided
-    assert sizes(full_batch(2, 30, 41, 50), 2, 30) == [[(40, 40)], [(40, 40)]]
+@pytest.mark.parametrize(("ranks", "length"), [(1, 100), (2, 100), (2, 30)])
+def test_a_full_batch_is_one_full_row_for_each_rank(ranks, length):
+    """Of sequences of 40 tokens, which are not divided."""
+    batch = full_batch(ranks, length, 41, 50)
+    for rank in range(ranks):
+        layout = Layout(rank, ranks, length, 64)
+        (row,) = pack(batch, [1.0] * len(batch.samples), layout).micro_batches
+        assert len(row.input_ids) == len(row.predictors) == max(length, 40)

@@ -3,7 +3,6 @@ parts, with the clipped losses against float64 in an unpacked model.
 """
 
 import random
-from functools import partial
 
 import numpy as np
 import pytest
@@ -32,17 +31,16 @@ from rl.trainer.data.packing import (
 )
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer
-from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import make_optimizer
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.layouts import gradients_of, weights_of
+from tests.trainer.policies import learner
 from tests.trainer.samples import assert_equal, make_batch, make_sample, plain_scores
 from tests.wire.samples import aligned, aligned_sample
 
-A, B, C, D, E = 10, 11, 12, 13, 14
+A, B, C, D, E = range(10, 15)
 
 
 def batch_of(*samples):
@@ -57,19 +55,13 @@ def test_branches_of_multi_turn_rollouts_share_their_history():
     """A rollout cut into samples (its context was compacted, or a sub-agent branched off)
     repeats its history in each of them."""
     turns = list(range(100, 140))
-    first = make_sample([*turns, 1], [7, 7], rollout=0)
-    second = make_sample([*turns, 1, 7, 7, 2], [8, 8, 8], rollout=0)
+    first = make_sample([*turns, 1], [7, 7])
+    second = make_sample([*turns, 1, 7, 7, 2], [8, 8, 8])
     third = make_sample([*turns, 3, 3], [9], rollout=1)
     # inputs alone: 42 + 46 + 42 = 130; in the tree: 40 turns, then 1 7 7 2 8 8 and 3 3
     result = packed(batch_of(first, second, third))
     assert result.shared_token_fraction == 1 - (40 + 6 + 2) / 130
     assert result.micro_batches[0].position_ids.tolist() == [*range(46), 40, 41]
-    assert (
-        packed(
-            batch_of(make_sample([A, B], [C, D]), make_sample([A, B], [E, D]))
-        ).shared_token_fraction
-        == 1 - 4 / 6
-    )
 
 
 def random_batch(rng: random.Random) -> TrainBatch:
@@ -222,13 +214,10 @@ def test_no_rank_is_idle_where_there_are_samples():
         assert all(len(parts) == 1 for parts in assigned) and min(map(min, cost)) > 0
         # 8 answers for 3 ranks: 3 + 3 + 2
         assert max(map(sum, cost)) < 1.35 * sum(map(sum, cost)) / ranks
-    idle = packed(batch_of(make_sample([A], [B])), ranks=2, rank=1).micro_batches
-    assert len(idle) == 1 and idle[0].input_ids.tolist() == [0] and idle[0].targets.numel() == 0
-    assert (
-        idle[0].predictors.tolist() == [0]
-        and idle[0].temperatures.tolist() == [1.0]
-        and idle[0].envs.dtype == torch.int64
-    )
+    (idle,) = packed(batch_of(make_sample([A], [B])), ranks=2, rank=1).micro_batches
+    assert idle.input_ids.tolist() == idle.predictors.tolist() == [0]
+    assert idle.targets.numel() == 0 and idle.temperatures.tolist() == [1.0]
+    assert idle.envs.dtype == torch.int64
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -245,24 +234,15 @@ def test_micro_batches_are_full_balanced_and_fall_in_cost(ranks):
 
 
 def test_a_pass_on_a_gpu_is_larger_by_default():
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     recomputes = TrainerConfig(activation_checkpointing="full")
-    keeps = TrainerConfig()  # activations of more would not fit
-    assert [micro_batch_tokens(keeps, device, "flex") for device in (cpu, gpu)] == [4096, 4096]
-    for mode in ("blocks", "flex", "unpacked"):
-        assert [micro_batch_tokens(recomputes, device, mode) for device in (cpu, gpu)] == [
-            4096,
-            16384,
-        ]
-    # its masks and scores are dense
-    assert [micro_batch_tokens(recomputes, device, "eager") for device in (cpu, gpu)] == [
-        4096,
-        4096,
-    ]
-    assert [
-        micro_batch_tokens(TrainerConfig(micro_batch_tokens=100), device, "eager")
-        for device in (cpu, gpu)
-    ] == [100, 100]
+    for trainer, mode, expected in (
+        (TrainerConfig(), "flex", [4096, 4096]),  # activations of more would not fit
+        *((recomputes, mode, [4096, 16384]) for mode in ("blocks", "flex", "unpacked")),
+        (recomputes, "eager", [4096, 4096]),  # its masks and scores are dense
+        (TrainerConfig(micro_batch_tokens=100), "eager", [100, 100]),
+    ):
+        devices = map(torch.device, ("cpu", "cuda"))
+        assert [micro_batch_tokens(trainer, device, mode) for device in devices] == expected
 
 
 LR = 1e-2
@@ -280,22 +260,12 @@ def part_of(batch, places, step=1) -> TrainBatch:
     return TrainBatch(step=step, samples=[batch.samples[place] for place in places])
 
 
-def learner_of(folder, world, loss=None, parity=None, **settings) -> tuple[TrainContext, RLConfig]:
-    config = RLConfig.model_validate(
-        {
-            "model": {"name": str(folder), "dtype": "float32"},
-            "orchestrator": {"environment": [{"id": "test"}]},
-            "seed": 5,
-        }
-    )
-    optim = {"max_grad_norm": 1e9}  # what is compared are gradients, not clipped ones
-    config.trainer = TrainerConfig.model_validate(
-        {"optim": optim, "loss": loss or {}, "micro_batch_tokens": 200} | settings
-    )
-    model = load_policy(str(folder), config.model, config.trainer, world)
-    return TrainContext(
-        model, make_optimizer(model, config.trainer.optim), config.trainer, world, parity=parity
-    ), config
+def learner_of(folder, world, parity=None, **settings) -> tuple[TrainContext, RLConfig]:
+    # what is compared are gradients, not clipped ones
+    settings = {"optim": {"max_grad_norm": 1e9}, "micro_batch_tokens": 200} | settings
+    model, optimizer, config = learner(folder, world, **settings)
+    config.seed = 5
+    return TrainContext(model, optimizer, config.trainer, world, parity=parity), config
 
 
 def train(context, config, batch) -> dict[str, float]:
@@ -323,17 +293,19 @@ def test_minibatches_are_whole_groups_in_an_order_that_seed_and_step_determine()
     assert [len(part) for part in cut(batch, 9, 7)] == [3] * 5  # no more than groups
 
 
-def test_tokens_are_weighed_within_their_minibatch():
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [
+        ("token", [1 / 3] * 3),
+        ("sequence", [1 / 2, 1 / 3, 1 / 4]),
+        ("constant", [1 / 16, 1 / 8, 1 / 16]),
+    ],
+)
+def test_tokens_are_weighed_within_their_minibatch(kind, weights):
     samples = [make_sample([1], [2] * n, group=i) for i, n in enumerate((1, 3, 2))]
+    config = TypeAdapter(LossConfig).validate_python({"aggregation": kind})
     batch = TrainBatch(step=1, samples=samples)
-    weights = partial(minibatch_weights, batch, [[0, 2], [1]], constant_length=8)
-    configs = {
-        kind: TypeAdapter(LossConfig).validate_python({"aggregation": kind})
-        for kind in ("token", "sequence", "constant")
-    }
-    assert weights(configs["token"]) == [1 / 3, 1 / 3, 1 / 3]
-    assert weights(configs["sequence"]) == [1 / 2, 1 / 3, 1 / 4]
-    assert weights(configs["constant"]) == [1 / 16, 1 / 8, 1 / 16]
+    assert minibatch_weights(batch, [[0, 2], [1]], config, constant_length=8) == weights
 
 
 # Against plain steps ------------------------------------------------------------------------------
@@ -410,7 +382,7 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
     before that step, and the first ones."""
     settings, loss = LOSSES[name]
     batch = the_batch()
-    context, config = learner_of(tied_folder, world, settings, minibatches=2, epochs=2)
+    context, config = learner_of(tied_folder, world, loss=settings, minibatches=2, epochs=2)
     reference = AutoModelForCausalLM.from_pretrained(
         tied_folder, dtype=torch.float64, attn_implementation="eager"
     )
@@ -444,18 +416,16 @@ def test_clipped_losses_compare_with_the_policy_that_the_batch_began_with(tied_f
 def test_parity_is_judged_on_what_the_version_itself_would_score(tied_folder, world):
     """The tokens of the first optimizer step; and a strict run ends before anything is changed."""
     batch = the_batch()
-    parity = ParityWatch(LIMITS["float32"], strict=False, client=None)
-    context, config = learner_of(tied_folder, world, {"type": "clip"}, parity, minibatches=3)
+
+    def learner(strict):
+        parity = ParityWatch(LIMITS["float32"], strict, client=None)
+        return learner_of(tied_folder, world, parity, loss={"type": "clip"}, minibatches=3)
+
+    context, config = learner(strict=False)
     first = part_of(batch, cut(batch, 3, config.seed)[0])
     before = weights_of(context.model)
     assert train(context, config, batch)["parity/tokens"] == first.num_loss_tokens
-    context, config = learner_of(
-        tied_folder,
-        world,
-        {"type": "clip"},
-        ParityWatch(LIMITS["float32"], True, None),
-        minibatches=3,
-    )
+    context, config = learner(strict=True)
     with pytest.raises(RunError, match=f"disagree on {first.num_loss_tokens} tokens"):
         train(context, config, batch)
     assert_equal(weights_of(context.model), before)

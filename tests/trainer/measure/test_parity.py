@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RunError
 from rl.trainer.measure.parity import ParityWatch, compare
-from rl.trainer.model.policy import load_policy
 from rl.wire.batch_file import decode_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS, parity_of
 from tests.families import CONFIGS, LENGTH_DEPENDENT, PACKED, STATES
+from tests.raised import run_error
+from tests.trainer.policies import learner
 from tests.trainer.samples import make_sample, pack_alone
 from tests.wire.samples import changed, with_version
 from tests.zygote import inference_zygote
@@ -47,12 +45,9 @@ def sampled(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_equals_vllm(sampled, world, family, dtype):
     folder = sampled[dtype, family]
-    settings = TrainerConfig(micro_batch_tokens=64)  # short samples apart from long ones
-    config = RLConfig(
-        model=ModelConfig(name=str(folder), dtype=dtype, max_model_len=512), trainer=settings
-    )
+    # short samples apart from long ones
+    model, _, config = learner(folder, world, dtype, {"max_model_len": 512}, micro_batch_tokens=64)
     batch = decode_batch((Path(folder) / "parity.batch").read_bytes(), family).batch
-    model = load_policy(str(folder), config.model, config.trainer, world)
     tokens = compare(model, config, batch, world)
     for temperature in (1.0, 0.7):
         found = parity_of([difference for _, t, difference in tokens if t == temperature])
@@ -75,28 +70,19 @@ class FakeClient:
 
 def probe_samples(model, config, world, error):
     """Samples with the model's own log-probabilities, all but the first by version 4."""
-    samples = [make_sample([5, 6, 7 + i], [9, 10, 11], group=i) for i in range(3)]
-    own = compare(model, config, TrainBatch(step=1, samples=samples), world)
-    samples = [with_version(sample, 3 if i == 0 else 4) for i, sample in enumerate(samples)]
-    by_place = {}
-    (row,) = pack_alone(TrainBatch(step=1, samples=samples)).micro_batches
-    for (_, _, difference), sample, target in zip(
-        own, row.sequences.tolist(), row.targets.tolist(), strict=True
-    ):
-        by_place[sample, target] = difference - 2.0  # make_sample says -2 for every token
-    for i, sample in enumerate(samples):
-        off = 5.0 if i == 0 else error
-        samples[i] = changed(
-            sample, logprobs=[0.0] * 3 + [by_place[i, token] + off for token in (9, 10, 11)]
-        )
+    samples = []
+    for i in range(3):
+        sample = make_sample([5, 6, 7 + i], [9, 10, 11], group=i)
+        tokens = compare(model, config, TrainBatch(step=1, samples=[sample]), world)
+        # make_sample says -2 for every token
+        logprobs = [difference - 2.0 + (error if i else 5.0) for _, _, difference in tokens]
+        sample = changed(sample, logprobs=[0.0] * 3 + logprobs)
+        samples.append(with_version(sample, 4 if i else 3))
     return samples
 
 
 def watch_of(error, tied_folder, world, strict):
-    config = RLConfig(
-        model=ModelConfig(name=str(tied_folder), dtype="float32"), trainer=TrainerConfig()
-    )
-    model = load_policy(str(tied_folder), config.model, config.trainer, world)
+    model, _, config = learner(tied_folder, world)
     watch = ParityWatch(
         LIMITS["float32"], strict, FakeClient(probe_samples(model, config, world, error))
     )
@@ -133,10 +119,9 @@ def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
     assert found["parity/agrees"] == 0.0 and found["parity/max"] == pytest.approx(0.5, abs=1e-4)
     assert found["parity/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() - 1 + 0.5, rel=1e-3)
     watch.strict = True
-    with pytest.raises(
-        RunError,
-        match=r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 "
-        r"nats",
+    with run_error(
+        r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 "
+        r"nats"
     ):
         at_checkpoint()
     assert ParityWatch(LIMITS["float32"], True, None).judge(None, 0) == {}
@@ -148,9 +133,7 @@ def test_a_gross_difference_ends_a_run_before_its_first_step_unless_that_is_want
         parity_of([0.1, -0.1] * 50),
         parity_of([2.0, -2.0] * 50),
     )
-    with pytest.raises(
-        RunError, match=r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"
-    ):
+    with run_error(r"kl 2.8, .* two compute different models.* trainer.strict_parity = false"):
         ParityWatch(limit, None, None).judge(gross, 0)
     watch = ParityWatch(limit, None, None)
     assert watch.judge(None, 0) == {} and watch.judge(rounding, 0)["parity/agrees"] == 0.0
@@ -166,6 +149,6 @@ def test_adapters_are_compared_first_when_they_add_something():
     """They add nothing to version 0, whose comparison was the only one that could end a run."""
     watch, limit = ParityWatch(LIMITS["float32"], None, None, has_adapters=True), LIMITS["float32"]
     assert watch.judge(parity_of([0.0] * 100), 0)["parity/agrees"] == 1.0
-    with pytest.raises(RunError, match="two compute different models"):
+    with run_error("two compute different models"):
         watch.judge(parity_of([2.0, -2.0] * 50), 1)
     assert not parity_of([2.0, -2.0] * 50).within(limit) and not watch.is_first

@@ -75,16 +75,6 @@ def test_head_equals_logits_of_the_same_weight(monkeypatch, at_once, bias):
     assert all(near(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_frozen_head_gets_no_gradient():
-    _, temperatures, rows, targets, grad = case()
-    hidden, weight = (
-        torch.randn(13, 17, device=DEVICE, requires_grad=True),
-        torch.randn(101, 17, device=DEVICE),
-    )
-    head_logprobs(hidden, weight, None, temperatures, rows, targets)[0].backward(grad)
-    assert hidden.grad.norm() > 0 and weight.grad is None
-
-
 def test_no_more_logits_exist_than_asked_for(monkeypatch):
     """40 rows of 1000 logits, 10 rows at once: the largest result of an operation, but for those
     of the weight's size."""
@@ -117,13 +107,6 @@ def test_bfloat16_logits_give_float32_accuracy():
     values, _ = token_logprobs(logits, temperatures, rows, targets)
     assert values.dtype == torch.float32
     assert near(values, dense(logits, temperatures, rows, targets)[0])
-
-
-def test_no_targets_give_a_zero_gradient():
-    logits = torch.randn(2, 5, requires_grad=True)
-    none = torch.zeros(0, dtype=torch.int64)
-    token_logprobs(logits, torch.ones(2), none, none)[0].sum().backward()
-    assert logits.grad.tolist() == [[0.0] * 5] * 2
 
 
 def test_impossible_tokens_leave_the_entropy_finite(monkeypatch):

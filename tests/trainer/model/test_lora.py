@@ -17,21 +17,23 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from rl.config.command_line import build, load_config_or_exit, parse_args
-from rl.config.run import ModelConfig, RLConfig
-from rl.config.trainer import LoraConfig, OptimConfig, TrainerConfig
+from rl.config.command_line import load_config_or_exit
+from rl.config.run import RLConfig
+from rl.config.trainer import LoraConfig, OptimConfig
 from rl.models.tiny import make_tiny_model
 from rl.records.run import Run
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import RunError
 from rl.trainer.export import Origin, load
 from rl.trainer.model import lora
-from rl.trainer.model.policy import DTYPES, load_policy
+from rl.trainer.model.policy import DTYPES
 from rl.trainer.optim import make_optimizer
-from rl.trainer.store import checkpoint, versions
+from rl.trainer.store import versions
 from tests.families import CONFIGS, SIZES
-from tests.trainer.layouts import whole
+from tests.flags import flags, made
+from tests.trainer.layouts import weights_of, whole
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
-from tests.trainer.samples import save_checkpoint, toy_step, write_config
+from tests.trainer.policies import learner
+from tests.trainer.samples import assert_equal, save_checkpoint, toy_step, write_config
 
 RANK = 4
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -43,11 +45,8 @@ x 128."""
 
 def adapted(folder, world, dtype="float32", **settings):
     torch.manual_seed(0)
-    settings = TrainerConfig(
-        lora=LoraConfig(rank=RANK, **settings), optim=OptimConfig(lr=1e-2), attention="eager"
-    )
-    model = load_policy(str(folder), ModelConfig(dtype=dtype), settings, world)
-    return model, make_optimizer(model, settings.optim)
+    more = {"optim": {"lr": 1e-2}, "attention": "eager"}
+    return learner(folder, world, dtype, lora={"rank": RANK} | settings, **more)[:2]
 
 
 @pytest.fixture
@@ -77,20 +76,15 @@ def plain(folder, dtype="float32"):
 
 
 def test_settings(capsys):
-    lr = ["--orchestrator.environment.id", "e", "--learning_rate", "2e-5"]
-    assert build(parse_args(lr)).trainer.lora is None
-    assert build(parse_args([*lr, "--trainer.lora"])).trainer.lora == LoraConfig()
-    assert build(
-        parse_args([*lr, "--trainer.lora.targets", "q_proj,v_proj"])
-    ).trainer.lora.targets == ["q_proj", "v_proj"]
-    with pytest.raises(
-        ConfigError, match=r"trainer\.lora\.targets = \[\].*\s+names no layer; give some"
-    ):
-        build(parse_args([*lr, "--trainer.lora.targets", "[]"]))
-    load_config_or_exit([*lr[:2], "--trainer.lora"])
+    line = "--orchestrator.environment.id e --learning_rate 2e-5"
+    assert made(line).trainer.lora is None
+    assert made(line, "--trainer.lora").trainer.lora == LoraConfig()
+    listed = made(line, "--trainer.lora.targets q_proj,v_proj").trainer.lora
+    assert listed.targets == ["q_proj", "v_proj"]
+    load_config_or_exit(flags("--orchestrator.environment.id e --trainer.lora"))
     said = capsys.readouterr().err
     assert "trainer.optim.lr = 1e-06 is the default" in said and "times that (1e-5 to 1e-4)" in said
-    load_config_or_exit(["--sft.dataset", "rows.jsonl", "--trainer.lora"])
+    load_config_or_exit(flags("--sft.dataset rows.jsonl --trainer.lora"))
     assert "trainer.optim.lr = 2e-05 is the default" in capsys.readouterr().err
 
 
@@ -98,54 +92,41 @@ def test_version_0_is_the_base_model(tied_folder, world):
     assert torch.equal(logits_of(adapted(tied_folder, world)[0]), logits_of(plain(tied_folder)))
 
 
-def test_peft_computes_what_the_trainer_computes(trained, tied_folder, world, tmp_path):
-    folder = publish(trained[0], tmp_path / "000003", tied_folder, world)
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "digests.json",
-    ]
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert (
-        config["base_model_name_or_path"] == str(tied_folder)
-        and config["r"] == RANK
-        and config["lora_alpha"] == 32.0
-    )
-    assert (
-        sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
-        == ADAPTERS
-    )
-    theirs = logits_of(PeftModel.from_pretrained(plain(tied_folder), folder))
-    assert torch.allclose(logits_of(trained[0]), theirs, rtol=0, atol=1e-5)
-
-
-def test_in_bfloat16_adapters_compute_as_bfloat16_weights_do(tied_folder, world, tmp_path):
-    model, optimizer = adapted(tied_folder, world, "bfloat16")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_peft_computes_what_the_trainer_computes(dtype, tied_folder, world, tmp_path):
+    model, optimizer = adapted(tied_folder, world, dtype)
     for _ in range(3):
         toy_step(model, optimizer)
     dtypes = {("lora_" in name, parameter.dtype) for name, parameter in model.named_parameters()}
-    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
-    folder = publish(model, tmp_path / "000003", tied_folder, world, "bfloat16")
+    assert dtypes == {(True, torch.float32), (False, DTYPES[dtype])}
+    folder = publish(model, tmp_path / "000003", tied_folder, world, dtype)
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert {path.name for path in folder.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "digests.json",
+    }
+    config = json.loads((folder / "adapter_config.json").read_text())
+    told = [config[key] for key in ("base_model_name_or_path", "r", "lora_alpha")]
+    assert told == [str(tied_folder), RANK, 32.0]
+    assert sum(tensor.numel() for tensor in stored.values()) == ADAPTERS
     theirs = PeftModel.from_pretrained(
-        plain(tied_folder, "bfloat16"), folder, autocast_adapter_dtype=False
+        plain(tied_folder, dtype), folder, autocast_adapter_dtype=False
     )
-    assert torch.equal(logits_of(model), logits_of(theirs))
+    atol = 1e-5 if dtype == "float32" else 0
+    assert torch.allclose(logits_of(model), logits_of(theirs), rtol=0, atol=atol)
 
 
 def test_without_adapters_it_is_the_base_model(trained, tied_folder, world):
     """And training goes on as if nothing had been."""
-    model, optimizer = trained
-    twin, twins_optimizer = adapted(tied_folder, world)
+    twin = adapted(tied_folder, world)
     for _ in range(3):
-        toy_step(twin, twins_optimizer)
-    with lora.without_adapters(model):
-        assert torch.equal(logits_of(model), logits_of(plain(tied_folder)))
-    toy_step(model, optimizer)
-    toy_step(twin, twins_optimizer)
-    assert all(
-        torch.equal(whole(a), whole(b))
-        for a, b in zip(model.parameters(), twin.parameters(), strict=True)
-    )
+        toy_step(*twin)
+    with lora.without_adapters(trained[0]):
+        assert torch.equal(logits_of(trained[0]), logits_of(plain(tied_folder)))
+    toy_step(*trained)
+    toy_step(*twin)
+    assert_equal(weights_of(trained[0]), weights_of(twin[0]))
 
 
 def test_targets(tied_folder, world):
@@ -200,10 +181,8 @@ def test_experts_with_adapters_are_peft_s(family, tmp_path, world):
     folder = publish(model, tmp_path / "000003", base, world)
     theirs = PeftModel.from_pretrained(plain(base), folder, is_trainable=True)
     ours, logits = logits_of(model), logits_of(theirs)
-    assert (
-        torch.allclose(ours, logits, rtol=0, atol=1e-5)
-        and (ours - logits_of(plain(base))).abs().max() > 0.1
-    )
+    assert torch.allclose(ours, logits, rtol=0, atol=1e-5)
+    assert (ours - logits_of(plain(base))).abs().max() > 0.1
     for each in (model, theirs):
         each(input_ids=IDS).logits.square().mean().backward()
     expected = {
@@ -235,12 +214,14 @@ def test_routers_that_do_more_than_their_product_have_no_adapter(tmp_path, world
 
 
 STATES = {
-    "model_type": "jamba",
-    **SIZES,
-    "mamba_dt_rank": 4,
-    "num_experts": 1,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
+    "jamba": {
+        "model_type": "jamba",
+        **SIZES,
+        "mamba_dt_rank": 4,
+        "num_experts": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+    }
 }
 LAYERS = {
     # without out_proj, which peft refuses
@@ -256,20 +237,12 @@ LAYERS = {
 def test_every_adapter_of_all_linear_is_of_a_linear_layer_and_learns(family, tmp_path, capsys):
     """peft moved the adapters of shared experts to the routed ones, refused those of Mamba's,
     and made some that had no gradient."""
-    config = (
-        CONFIGS[family]
-        if family in CONFIGS
-        else STATES
-        if family == "jamba"
-        else WITH_EXPERTS[family]
-    )
-    model = plain(make_tiny_model(tmp_path / "base", config))
+    model = plain(make_tiny_model(tmp_path / "base", (CONFIGS | WITH_EXPERTS | STATES)[family]))
     lora.add_adapters(model, LoraConfig(rank=RANK))
     assert {type(layer).__name__ for layer in lora.layers(model).values()} == {"Linear"}
     assert {name.rpartition(".")[2] for name in lora.layers(model)} == set(LAYERS[family].split())
-    assert ("out_proj get no adapter, which would never learn" in capsys.readouterr().err) == (
-        family != "deepseek_v3"
-    )
+    untold = "out_proj get no adapter, which would never learn" not in capsys.readouterr().err
+    assert untold == (family == "deepseek_v3")
     model(input_ids=IDS).logits.square().mean().backward()
     assert all(p.grad.norm() > 0 for name, p in lora.trainable(model).items() if ".lora_B." in name)
 
@@ -306,10 +279,8 @@ def test_adapters_of_shared_experts_are_loaded_as_they_were_trained(tmp_path):
     loaded = Run(config.run_dir.root).load_model(
         1, dtype=torch.float32, attn_implementation="eager"
     )
-    assert (
-        loaded.config.model_type == "deepseek_v3"
-        and (logits_of(model) - logits_of(plain(base))).abs().max() > 0.1
-    )
+    assert loaded.config.model_type == "deepseek_v3"
+    assert (logits_of(model) - logits_of(plain(base))).abs().max() > 0.1
     assert torch.allclose(logits_of(loaded), logits_of(model), rtol=0, atol=1e-5)
 
 
@@ -334,6 +305,3 @@ def test_checkpoints_hold_adapters_alone(trained, tied_folder, world, tmp_path):
     stored = FileSystemReader(tmp_path / "000003").read_metadata().state_dict_metadata
     assert len(stored) == 4 * len(lora.trainable(trained[0])) + 1  # weight, two moments, step; RNG
     assert all("lora_" in name for name in stored if not name.startswith("rng."))
-    fewer = adapted(tied_folder, world, targets=["q_proj"])
-    with pytest.raises(RunError, match="another model"):
-        checkpoint.load(checkpoint.newest(tmp_path, world), *fewer, world)

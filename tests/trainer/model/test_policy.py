@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rl.config.loss import PolicyGradientConfig
-from rl.config.run import ModelConfig, RLConfig
+from rl.config.run import ModelConfig
 from rl.config.trainer import TrainerConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
@@ -24,22 +24,32 @@ from rl.trainer.data.packing import Packed
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import head
 from rl.trainer.model.head import score
-from rl.trainer.model.modes import is_compiled, layer_windows
-from rl.trainer.model.policy import load_policy, load_reference, reference_logprobs
+from rl.trainer.model.modes import layer_windows
+from rl.trainer.model.policy import load_reference, reference_logprobs
 from rl.trainer.optim import make_optimizer
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from tests.bounds import OPERATIONS, rounding
-from tests.families import CONFIGS
+from tests.families import CONFIGS, SIZES
+from tests.raised import run_error
 from tests.trainer.device import DEVICE, on_cpu
-from tests.trainer.samples import branching_batch, make_batch, make_sample, pack_alone, plain_scores
+from tests.trainer.layouts import weights_of
+from tests.trainer.policies import learner
+from tests.trainer.samples import (
+    assert_equal,
+    branching_batch,
+    make_batch,
+    make_sample,
+    pack_alone,
+    plain_scores,
+)
 
 ENTROPY = 0.1
 """What the entropies count in these tests' objective, beside advantage times log-probability."""
 
 
 def policy(folder, world, dtype="float32", **settings):
-    return load_policy(str(folder), ModelConfig(dtype=dtype), TrainerConfig(**settings), world)
+    return learner(folder, world, dtype, **settings)[0]
 
 
 def rows_of(batch, max_tokens=4096):
@@ -126,21 +136,11 @@ def test_experts_stay_out_of_the_graph_of_their_compiled_layer(world, tmp_path, 
 def test_command_models_have_the_windows_that_inference_has(world, tmp_path):
     """One token more than transformers': 2e-2 nats off vLLM at the tokens behind the first
     window before."""
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
     kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-    model = policy(
-        make_tiny_model(tmp_path / "cohere2", {"model_type": "cohere2", **sizes, **kinds}), world
-    )
-    assert [layer.self_attn.sliding_window for layer in model.model.layers] == [
-        5,
-        None,
-    ] and layer_windows(model) == [5, None]
+    folder = make_tiny_model(tmp_path / "cohere2", SIZES | {"model_type": "cohere2"} | kinds)
+    model = policy(folder, world)
+    windows = [layer.self_attn.sliding_window for layer in model.model.layers]
+    assert windows == layer_windows(model) == [5, None]
 
 
 def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path):
@@ -216,18 +216,12 @@ def ready(*samples):
 def test_a_loss_that_is_not_finite_changes_nothing(tied_folder, world):
     model = policy(tied_folder, world)
     optimizer = make_optimizer(model, TrainerConfig().optim)
-    before = [p.full_tensor().clone() for p in model.parameters()]
-    with pytest.raises(RunError, match="nan") as caught:
-        step(
-            model,
-            optimizer,
-            ready(make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])),
-            world,
-        )
+    before = weights_of(model)
+    sample = make_sample([5, 6], [7], advantage=float("nan"), logprobs=[0, 0, -5.5])
+    with run_error("nan") as caught:
+        step(model, optimizer, ready(sample), world)
     assert caught.value.exit_code == RESTART
-    assert all(
-        torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True)
-    )
+    assert_equal(weights_of(model), before)
 
 
 def test_a_head_stays_tied_to_an_embedding_in_a_block(world, tmp_path):
@@ -245,45 +239,21 @@ def test_windows_and_implementations_that_the_attention_does_not_see_are_refused
     (row,) = rows_of(make_batch(1))
     model.config.layer_types = ["full_attention", "sliding_attention"]
     model.config.sliding_window = 4
-    with pytest.raises(
-        RunError,
-        match=r"window of 4 tokens to its attention function; set trainer.attention = auto",
-    ):
+    with run_error(r"window of 4 tokens to its attention function; set trainer.attention = auto"):
         score(model, row, world)
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(
-        RunError, match=r"does not call its attention function; set trainer.attention = auto"
-    ):
+    with run_error(r"does not call its attention function; set trainer.attention = auto"):
         score(model, row, world)
-
-
-@pytest.mark.parametrize(
-    ("mode", "setting", "expected"),
-    [("flex", None, True), ("blocks", None, False), ("flex", False, False), ("blocks", True, True)],
-)
-def test_layers_are_compiled_by_default_where_attention_is_flex(mode, setting, expected):
-    assert is_compiled(TrainerConfig(compile=setting), mode) == expected
 
 
 @on_cpu
 def test_flex_attention_needs_a_gpu(tied_folder, world):
-    with pytest.raises(RunError, match="use blocks"):
+    with run_error("use blocks"):
         policy(tied_folder, world, attention="flex")
 
 
-def test_experts_are_chosen_without_noise(world, tmp_path):
-    model = policy(make_tiny_model(tmp_path / "moe", CONFIGS["qwen3_moe"]), world)
-    (row,) = rows_of(make_batch(1))
-    assert model.training and torch.equal(
-        score(model, row, world).logprobs, score(model, row, world).logprobs
-    )
-
-
-def make_config(dtype="float32", lora=False, **loss):
-    trainer = {"loss": loss, "lora": lora}
-    return RLConfig.model_validate(
-        {"model": {"dtype": dtype, "max_model_len": 512}, "trainer": trainer}
-    )
+def learner_of(folder, world, dtype="float32", lora=False, **loss):
+    return learner(folder, world, dtype, {"max_model_len": 512}, lora=lora, loss=loss)
 
 
 def packed_batch():
@@ -294,11 +264,10 @@ def packed_batch():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora", [False, True])
 def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
-    config = make_config(dtype, lora, kl_coefficient=1.0)
-    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    policy, optimizer, config = learner_of(tied_folder, world, dtype, lora, kl_coefficient=1.0)
     reference = load_reference(config, str(tied_folder), policy, world)
     assert (reference is policy) == lora
-    packed, optimizer = packed_batch(), make_optimizer(policy, config.trainer.optim)
+    packed = packed_batch()
     (batch,) = packed.micro_batches
     first = reference_logprobs(reference, batch, world)
     assert not first.requires_grad and torch.equal(first, score(policy, batch, world).logprobs)
@@ -314,8 +283,7 @@ def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
 
 
 def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder, world):
-    config = make_config("bfloat16", kl_coefficient=0.1)
-    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    policy, _, config = learner_of(tied_folder, world, "bfloat16", kl_coefficient=0.1)
     reference = load_reference(config, str(tied_folder), policy, world)
     reference_logprobs(reference, packed_batch().micro_batches[0], world)
     parameters = list(reference.parameters())
@@ -337,13 +305,14 @@ def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, t
     (other / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((other / "tokenizer_config.json").read_text())
     (other / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
-    with pytest.raises(RunError, match="has no chat template"):
+    with run_error("has no chat template"):
         resolve_model(ModelConfig(name=str(other)))
-    config = make_config(lora=True, kl_coefficient=0.1, kl_reference=str(other))
-    policy = load_policy(str(tied_folder), config.model, config.trainer, world)
+    policy, _, config = learner_of(
+        tied_folder, world, lora=True, kl_coefficient=0.1, kl_reference=str(other)
+    )
     reference = load_reference(config, str(tied_folder), policy, world)
     (batch,) = packed_batch().micro_batches
-    alone = load_policy(str(other), config.model, TrainerConfig(), world)
+    alone, _, _ = learner_of(other, world)
     assert torch.equal(
         reference_logprobs(reference, batch, world), score(alone, batch, world).logprobs
     )
@@ -353,22 +322,14 @@ def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, t
 
 
 def test_what_cannot_be_a_reference(tied_folder, world):
-    policy = load_policy(str(tied_folder), make_config().model, TrainerConfig(), world)
-    with pytest.raises(
-        RunError, match=r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"
-    ):
-        load_reference(
-            make_config(kl_coefficient=0.1, kl_reference="/nowhere"),
-            str(tied_folder),
-            policy,
-            world,
-        )
+    policy, _, config = learner_of(tied_folder, world, kl_coefficient=0.1)
+    config.trainer.loss.kl_reference = "/nowhere"
+    with run_error(r"trainer\.loss\.kl_reference: .*no such folder; give an existing one"):
+        load_reference(config, str(tied_folder), policy, world)
+    config.trainer.loss.kl_reference = None
     policy.config.vocab_size += 1
-    with pytest.raises(
-        RunError,
-        match=r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids",
-    ):
-        load_reference(make_config(kl_coefficient=0.1), str(tied_folder), policy, world)
+    with run_error(r"trainer\.loss\.kl_reference: .* has another vocabulary than .*same token ids"):
+        load_reference(config, str(tied_folder), policy, world)
 
 
 def scored(model, world, *samples):
@@ -387,12 +348,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(world, tmp_path):
     )
     by_length = {}
     for max_model_len in (64, 512):
-        model = load_policy(
-            str(folder),
-            ModelConfig(dtype="float32", max_model_len=max_model_len),
-            TrainerConfig(),
-            world,
-        )
+        model, _, _ = learner(folder, world, model={"max_model_len": max_model_len})
         alone = by_length[max_model_len] = scored(model, world, short)
         assert torch.allclose(scored(model, world, short, long), alone, atol=2e-5)
     assert (by_length[64] - by_length[512]).abs().max() > 0.1, (
@@ -405,23 +361,20 @@ def test_frequencies_are_those_of_inference(world, tmp_path):
     NTK's base at the length of its table."""
     phi3 = make_tiny_model(tmp_path / "phi3", CONFIGS["phi3"])
     for max_model_len, factors in ((64, (1.0, 1.0625)), (65, (2.0, 3.0))):
-        rope = load_policy(
-            str(phi3), ModelConfig(max_model_len=max_model_len), TrainerConfig(), world
-        ).model.rotary_emb
+        model, _, _ = learner(phi3, world, model={"max_model_len": max_model_len})
+        rope = model.model.rotary_emb
         assert rope.inv_freq[:2].tolist() == pytest.approx(
             [1 / factors[0], 1 / (factors[1] * 1e4 ** (2 / 32))]
         )
         assert rope.attention_scaling == pytest.approx(1.2909944)  # sqrt(1 + log 16 / log 64)
     dynamic = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
-    rope = load_policy(
-        str(dynamic), ModelConfig(max_model_len=1024), TrainerConfig(), world
-    ).model.rotary_emb
+    model, _, _ = learner(dynamic, world, model={"max_model_len": 1024})
     base = 1e4 * (4 * 1024 / 128 - 3) ** (32 / 30)
-    assert rope.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
+    assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(base ** (-2 / 32))
 
 
 def test_lengths_without_frequencies_are_refused(world, tmp_path):
     """vLLM reads beyond the end of its table there: nan."""
     folder = make_tiny_model(tmp_path / "dynamic", CONFIGS["llama_dynamic"])
     with pytest.raises(RunError, match=r"set model\.max_model_len to at most 1024"):
-        load_policy(str(folder), ModelConfig(max_model_len=1025), TrainerConfig(), world)
+        learner(folder, world, model={"max_model_len": 1025})

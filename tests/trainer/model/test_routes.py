@@ -9,16 +9,16 @@ import torch
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from rl.config.command_line import build, parse_args
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import ConfigError, RunError
+from rl.system.errors import ConfigError
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.model.head import keep_old, score
 from rl.trainer.model.routes import Routers
 from rl.trainer.parallel.experts import experts_of
 from rl.wire.messages import TrainBatch
-from rl.wire.parity import parity_of
 from tests.families import CONFIGS
+from tests.flags import made
+from tests.raised import run_error
 from tests.trainer.layouts import give_routes, gradients_of
 from tests.trainer.parallel.loads import load
 from tests.trainer.parallel.test_experts import GEMMA4, MODELS
@@ -178,42 +178,6 @@ def test_compiled_layers_take_the_routes(folder, world):
                 ), name
 
 
-def test_rounding_changes_no_route_of_replay(folder, world):
-    """float32 is the sampler, bfloat16 the trainer: what is left of their mismatch KL is the
-    rounding of the same experts."""
-    (batch,) = pack_alone(
-        TrainBatch(
-            step=1,
-            samples=[*branching_batch().samples, *make_batch(2, groups=16, answer=24).samples],
-        )
-    ).micro_batches
-    sampler, trainer = (
-        load(folder("qwen3_moe"), world, dtype, router_replay="engine")
-        for dtype in ("float32", "bfloat16")
-    )
-    with torch.no_grad():
-        sampled = score(sampler, batch, world).logprobs
-        routes = routers_of(sampler).taken()
-        kls = [
-            parity_of(
-                (score(trainer, replace(batch, routes=given), world).logprobs - sampled).tolist()
-            ).kl
-            for given in (None, routes)
-        ]
-        flipped = (
-            (score(trainer, batch, world), routers_of(trainer).taken())[1]
-            .ne(routes)
-            .any(1)
-            .float()
-            .mean()
-        )
-    print(
-        f"routes changed at {flipped:.1%} of the tokens; mismatch KL {kls[0]:.2e} without "
-        f"replay, {kls[1]:.2e} with it"
-    )
-    assert flipped > 0 and kls[1] < kls[0]
-
-
 def test_samples_share_a_prefix_only_where_they_share_its_routes(folder, world):
     model = load(folder("qwen3_moe"), world, router_replay="engine")
     batch = branching_batch()
@@ -285,7 +249,7 @@ def test_routes_of_another_model_are_refused(folder, world, change, said):
     give_routes(batch)
     routes = pack_alone(batch).micro_batches[0].routes
     routers.check(routes)
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         routers.check(change(routes))
 
 
@@ -304,7 +268,7 @@ def test_routes_of_another_model_are_refused(folder, world, change, said):
 )
 def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, config, said):
     (batch,) = pack_alone(make_batch(1)).micro_batches
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         score(
             load(str(make_tiny_model(tmp_path, config)), world, router_replay="trainer"),
             batch,
@@ -322,7 +286,7 @@ def test_models_whose_choice_cannot_be_replayed_are_refused(tmp_path, world, con
 def test_settings_without_effect_are_refused(settings, said):
     flags = f"--trainer.router_replay engine --orchestrator.environment.id e {settings}"
     with pytest.raises(ConfigError, match=said):
-        build(parse_args(flags.split()))
+        made(flags)
 
 
 @pytest.mark.parametrize("given", ["engine", "trainer"])
@@ -347,13 +311,11 @@ def test_padding_goes_where_the_last_token_goes():
     assert len(filled.routes) == len(filled.input_ids) == 256 and filled.padding == 256 - len(
         routes
     )
-    assert (
-        torch.equal(filled.routes[: len(routes)], routes)
-        and (filled.routes[len(routes) :] == routes[-1]).all()
-    )
+    assert torch.equal(filled.routes[: len(routes)], routes)
+    assert (filled.routes[len(routes) :] == routes[-1]).all()
 
 
 def test_a_batch_without_routes_ends_a_run_that_replays_them(folder, world, tmp_path):
     config = make_config(tmp_path, folder("qwen3_moe"), router_replay="engine")
-    with pytest.raises(RunError, match="batch 1 has tokens without routes"):
+    with run_error("batch 1 has tokens without routes"):
         record(config, world, [make_batch(1)])

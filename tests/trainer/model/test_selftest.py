@@ -8,13 +8,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RunError
 from rl.trainer.measure.performance import work_of
 from rl.trainer.model import head, modes, selftest
 from rl.trainer.model import policy as policy_module
 from rl.trainer.model.flex import CompilerError
 from rl.trainer.model.head import mode_of
 from tests.families import CONFIGS, UNTIED
+from tests.raised import run_error
 from tests.trainer.model.test_policy import assert_same, backward, policy, reference
 from tests.trainer.samples import branching_batch
 
@@ -61,11 +61,9 @@ def test_each_kind_of_model_is_trained_with_the_numbers_that_it_has_alone(
     samples, absolute positions, caps and sinks."""
     model = policy(folder(family), world)
     said = "".join(capfd.readouterr())
-    assert (
-        f"trainer.attention: {mode} for " in said
-        and because in said
-        and ("WARNING" in said) == (mode != "blocks")
-    )
+    assert f"trainer.attention: {mode} for " in said
+    assert because in said
+    assert ("WARNING" in said) == (mode != "blocks")
     assert mode_of(model) == mode and work_of(model).per_token > 0
     found = backward(model, world, branching_batch(), max_tokens=4096 * (mode != "unpacked"))
     assert len(found[1]) > 100
@@ -79,7 +77,7 @@ def test_the_head_that_training_puts_in_is_tested(family, folder, world, monkeyp
     monkeypatch.setattr(
         head, "head_logprobs", lambda *args: tuple(1.01 * values for values in right(*args))
     )
-    with pytest.raises(RunError, match=REFUSED):
+    with run_error(REFUSED):
         policy(folder(family), world)
 
 
@@ -87,7 +85,7 @@ def test_compiled_layers_are_tested(folder, world, monkeypatch):
     monkeypatch.setattr(
         modes, "compiled", lambda forward, _: lambda *a, **k: 1.1 * forward(*a, **k)
     )
-    with pytest.raises(RunError, match=REFUSED) as refused:
+    with run_error(REFUSED) as refused:
         policy(folder("llama"), world, compile=True)
     assert "set trainer.compile = false, or choose" in str(refused.value)
 
@@ -96,17 +94,16 @@ def test_randomness_that_stays_in_training_is_refused(folder, world, monkeypatch
     for module in (selftest, policy_module):
         monkeypatch.setattr(module, "turn_off_randomness", lambda model: model.train())
     assert mode_of(policy(folder("llama"), world)) == "blocks"
-    with pytest.raises(RunError, match=REFUSED):
+    with run_error(REFUSED):
         policy(folder("gpt2"), world)
 
 
 def test_a_mode_that_is_set_is_tested_too(folder, world):
     """With eager set, xLSTM was 2.2 nats off without a word."""
     for attention, family in (("blocks", "gptj"), ("eager", "lfm2"), ("eager", "xlstm")):
-        with pytest.raises(
-            RunError,
-            match=r"cannot be trained: no mode matches each sample computed alone .* set "
-            r"trainer.attention = auto",
+        with run_error(
+            r"cannot be trained: no mode matches each sample computed alone .* set "
+            r"trainer.attention = auto"
         ):
             policy(folder(family), world, attention=attention)
     assert mode_of(policy(folder("llama"), world, attention="unpacked")) == "unpacked"
@@ -124,10 +121,10 @@ def test_models_that_are_not_causal_or_not_whole_are_refused(folder, world, monk
         monkeypatch.setattr(LlamaForCausalLM, "forward", changed)
 
     change(lambda logits, ids: logits + torch.arange(logits.shape[-1]) * ids[0, -1] / 1e3)
-    with pytest.raises(RunError, match="choose a causal language model"):
+    with run_error("choose a causal language model"):
         policy(folder("llama"), world)
     change(lambda logits, ids: logits * float("nan"))
-    with pytest.raises(RunError, match="not finite"):
+    with run_error("not finite"):
         policy(folder("llama"), world)
 
 
@@ -141,9 +138,7 @@ def test_state_that_stays_from_call_to_call_is_refused(folder, world, monkeypatc
         return out
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", remembers)
-    with pytest.raises(
-        RunError, match="cannot be trained.*" + ".*".join(f"{mode}: " for mode in MODES)
-    ):
+    with run_error("cannot be trained.*" + ".*".join(f"{mode}: " for mode in MODES)):
         policy(folder("llama"), world)
 
 
@@ -156,7 +151,7 @@ def test_windows_longer_than_the_samples_are_seen(tmp_path, world, monkeypatch, 
     assert windows == {None, 300}
     with monkeypatch.context() as patch:
         patch.setattr(modes, "layer_windows", lambda model: [None] * 2)
-        with pytest.raises(RunError, match=r"eager: .* nats off"):
+        with run_error(r"eager: .* nats off"):
             policy(folder, world, attention="eager")
 
 
@@ -173,9 +168,7 @@ def test_what_is_no_fault_of_the_model_ends_the_test(folder, world, monkeypatch,
     model recommended; so it was after a lost rank or a broken GPU."""
     memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     monkeypatch.setattr(*place, raising(memory))
-    with pytest.raises(
-        RunError, match=r"too little memory to test .*\(CUDA out of.*\); free memory"
-    ):
+    with run_error(r"too little memory to test .*\(CUDA out of.*\); free memory"):
         policy(folder("llama"), world)
     for kind in (torch.distributed.DistBackendError, torch.AcceleratorError):
         monkeypatch.setattr(*place, raising(kind("of the test")))
@@ -187,7 +180,7 @@ def test_what_is_no_fault_of_the_model_ends_the_test(folder, world, monkeypatch,
 def test_an_error_in_every_mode_is_told_as_such(folder, world, monkeypatch, capsys, attention):
     """Regression: it was told as a model without an exact mode."""
     monkeypatch.setattr(selftest, "score", raising(TypeError("no such keyword")))
-    with pytest.raises(RunError, match=r"an error ended the test of each mode.*blocks: TypeErr"):
+    with run_error(r"an error ended the test of each mode.*blocks: TypeErr"):
         policy(folder("llama"), world, attention=attention)
     assert "Traceback" in (said := capsys.readouterr().err) and "no such keyword" in said
 

@@ -4,7 +4,6 @@ and gets what each rank has found.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -21,7 +20,8 @@ from rl.trainer.model.lora import add_adapters
 from rl.trainer.model.modes import is_compiled, set_mode
 from rl.trainer.model.policy import DTYPES, freeze_rope, load_policy
 from rl.trainer.optim import local
-from rl.trainer.parallel.world import World, start_world
+from rl.trainer.parallel.world import World
+from tests.trainer.layouts import Layout, joined
 
 RANKS = 3
 MAX_LEN = 128
@@ -127,24 +127,13 @@ def memory(folder: str, world: World) -> dict[str, int]:
     }
 
 
-def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    plan = json.loads((folder / "plan.json").read_text())
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(plan["port"]),
-    }
-    world = start_world(False, 60.0, start_timeout_s=60.0)
+def everything(folder: Path, names: list[str], world: World) -> dict[str, object]:
+    """What this rank finds."""
     found: dict[str, object] = {}
-    for name in plan["same"]:
+    for name in names:
         for dtype, frozen in (("float32", False), ("bfloat16", True)):
-            ours, theirs = (
-                load(str(folder / name), world, dtype, frozen),
-                plain(str(folder / name), dtype, frozen),
-            )
+            ours = load(str(folder / name), world, dtype, frozen)
+            theirs = plain(str(folder / name), dtype, frozen)
             found[f"{name}, {dtype}"] = differences(ours, theirs)
             if not frozen:
                 found[f"{name}, dither"] = dithered_differences(ours, theirs)
@@ -153,7 +142,13 @@ def main() -> None:
         load(str(folder / "torn"), world)
     except RunError as error:
         found["torn"] = str(error)
+    return found | {"memory": memory(str(folder / "large"), world)}
 
-    found["memory"] = memory(str(folder / "large"), world)
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    plan = json.loads((folder / "plan.json").read_text())
+    torch.set_num_threads(1)
+    with joined(rank, iter([plan["port"]]), Layout(RANKS)) as world:
+        found = everything(folder, plan["same"], world)
+        (folder / f"found-{rank}.json").write_text(json.dumps(found))

@@ -134,10 +134,8 @@ def test_every_rank_hears_of_the_damage_that_one_has_read(results):
 def test_every_rank_refuses_a_policy_that_is_wrong_on_one(results):
     """Rank 0 tested a model of its own, and the others none."""
     said = {(results / f"refusal-{rank}.txt").read_text() for rank in range(2)}
-    assert (
-        len(said) == 1
-        and "cannot be trained: no mode matches each sample computed alone (blocks: " in said.pop()
-    )
+    assert len(said) == 1
+    assert "cannot be trained: no mode matches each sample computed alone (blocks: " in said.pop()
 
 
 def test_every_rank_says_how_the_nodes_differ(results):
@@ -149,10 +147,8 @@ def test_every_rank_says_how_the_nodes_differ(results):
             == "ranks [1] have a different configuration from rank 0; start every node with the "
             "same file and flags"
         )
-        assert (
-            said[2].startswith("ranks [1] do not see rank 0's run directory")
-            and "a file system that all nodes share" in said[2]
-        )
+        assert said[2].startswith("ranks [1] do not see rank 0's run directory")
+        assert "a file system that all nodes share" in said[2]
     assert not list(results.glob("run*/.ranks-*"))
 
 
@@ -170,13 +166,9 @@ def test_a_row_is_divided_into_parts_of_equal_cost():
     assert [part.tolist() for part in parts_of_row(8, 2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     for length, ranks in ((1, 2), (3, 4), (7, 2), (1000, 8)):
         parts = parts_of_row(length, ranks)
-        assert sorted(set(torch.cat(parts).tolist())) == list(range(length)) and all(
-            len(part) for part in parts
-        )
-        slots, longest = slots_of_row(parts), max(map(len, parts))
-        padded = torch.cat(
-            [torch.nn.functional.pad(part, (0, longest - len(part)), value=-1) for part in parts]
-        )
-        assert padded[slots].tolist() == list(range(length))
+        assert all(map(len, parts)) and {*torch.cat(parts).tolist()} == {*range(length)}
+        # by slots of equal length, the row again
+        padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=-1)
+        assert padded.flatten()[slots_of_row(parts)].tolist() == list(range(length))
     costs = [int((part + 1).sum()) for part in parts]  # visible keys of one long sequence
     assert max(costs) < 1.02 * min(costs)

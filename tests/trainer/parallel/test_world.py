@@ -1,6 +1,5 @@
 """What ranks that cannot work together say."""
 
-import os
 import socket
 import threading
 import time
@@ -9,19 +8,17 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from rl.system.errors import RunError
 from rl.system.linux import address_towards
 from rl.trainer.parallel import world
-from rl.trainer.parallel.world import Rendezvous, check_division, join_store, network, start_world
+from rl.trainer.parallel.world import Rendezvous, check_division, network, start_world
 from tests.ports import free_ports
+from tests.raised import run_error
 
 
 @pytest.mark.parametrize(("settings", "divisors"), [((3, 1), "1, 2, 4"), ((1, 8), "1, 2, 4")])
 def test_settings_that_do_not_divide_the_ranks(settings, divisors):
     check_division(4, 2, 4)
-    with pytest.raises(
-        RunError, match=rf"does not divide 4 ranks; set one of {divisors}, or start"
-    ):
+    with run_error(rf"does not divide 4 ranks; set one of {divisors}, or start"):
         check_division(4, *settings)
 
 
@@ -44,10 +41,9 @@ def test_a_rank_that_never_comes_is_named_soon_and_at_the_deadline(
     """Regression: nothing was said for 15 minutes."""
     monkeypatch.setattr(world, "TELL_S", 1.0)
     since = time.monotonic()
-    with pytest.raises(
-        RunError,
-        match=r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not appear. Is torchrun "
-        r"running on every",
+    with run_error(
+        r"rank 0 on .* waited 2 s for the other 1; ranks \[1\] did not appear. Is torchrun "
+        r"running on every"
     ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
     assert time.monotonic() - since < 60
@@ -56,10 +52,9 @@ def test_a_rank_that_never_comes_is_named_soon_and_at_the_deadline(
 
 def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(
-        RunError,
-        match=r"rank 1 on .* cannot reach the ranks' rendezvous 127.0.0.1:\d+ within 2 s "
-        r".*--rdzv-endpoint",
+    with run_error(
+        r"rank 1 on .* cannot reach the ranks' rendezvous 127.0.0.1:\d+ within 2 s "
+        r".*--rdzv-endpoint"
     ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
 
@@ -81,7 +76,7 @@ def test_the_interface_is_the_one_towards_the_others(monkeypatch):
         network(0, [address, "192.0.2.77"]) == network(0, ["127.0.1.1", address]) == (name, address)
     )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    with pytest.raises(RunError, match=rf"GLOO_SOCKET_IFNAME = nosuch0: .* has .*{name}"):
+    with run_error(rf"GLOO_SOCKET_IFNAME = nosuch0: .* has .*{name}"):
         network(0, [address, address])
 
 
@@ -99,15 +94,9 @@ def test_a_closed_network_is_said_within_seconds(monkeypatch):
 
     thread = threading.Thread(target=neighbour)
     thread.start()
-    with pytest.raises(
-        RunError,
-        match=r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open all ports "
-        r"between them",
+    with run_error(
+        r"rank 0 on .* cannot connect to rank 1 at 127.0.0.1:\d+ .*refused.*open all ports "
+        r"between them"
     ):
         Rendezvous(store, 0, 2, deadline).check_neighbour("127.0.0.1")
     thread.join()
-
-
-def test_a_rank_alone_meets_nobody(environment, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert isinstance(join_store(0, 1, 5.0), dist.Store) and "GLOO_SOCKET_IFNAME" not in os.environ

@@ -13,7 +13,6 @@ from itertools import count
 from types import SimpleNamespace
 
 import datasets
-import pyarrow as pa
 import pytest
 from tokenizers import normalizers, processors
 from transformers import AutoTokenizer
@@ -22,12 +21,13 @@ from rl.config.run import RendererConfig, RLConfig
 from rl.launch.run import manifest_lines
 from rl.models.renderer import load_renderer
 from rl.models.tiny import write_tokenizer
-from rl.system.errors import RunError
 from rl.trainer.sft import rows
 from rl.trainer.sft.tokens import Tokenizer, open_examples, prepare_data, read_manifest
 from rl.wire.batch_file import compress_rollouts
+from tests import jsonl
 from tests.models.conftest import DROPS_THINKING
 from tests.models.conversations import ADD, assistant, system, user
+from tests.raised import run_error
 
 TWO_TURNS = [user("What is 1 + 1?"), assistant("2"), user("Sure?"), assistant("Yes, 2.")]
 THINKS = [
@@ -88,7 +88,7 @@ def make_config(tmp_path, renderer=None, max_model_len=1024, **sft) -> RLConfig:
 
 def write_rows(path, *rows):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text(jsonl.text(*rows))
 
 
 def prepared(tmp_path, folder, *rows, renderer=None, max_model_len=1024, **sft):
@@ -245,7 +245,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
         "Hm, so.\n</think>\n\nYes, 2.<|im_end|>",
     ]
     inline = [TWO_TURNS[0], assistant("<think>\nHm\n</think>\n\n2")]
-    with pytest.raises(RunError, match="leaves out a part of an answer's content"):
+    with run_error("leaves out a part of an answer's content"):
         prepared(tmp_path / "inline", tmp_path / "opens", {"messages": inline})
 
 
@@ -281,7 +281,7 @@ def test_a_template_that_opens_the_thinking_and_leaves_it_out_of_history(folders
     ],
 )
 def test_trained_text_is_never_lost_in_silence(folders, tmp_path, folder, messages, settings, said):
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         prepared(tmp_path, folders / folder, {"messages": messages}, **settings)
 
 
@@ -295,7 +295,7 @@ def test_a_users_own_special_tokens_are_trained(folders, tmp_path):
     assert [
         tokenizer.decode(id) for id, is_trained in zip(ids, trained, strict=True) if is_trained
     ] == [*("<answer>", "4", "</answer>", "<|im_end|>")]
-    with pytest.raises(RunError, match="the template's special tokens"):
+    with run_error("the template's special tokens"):
         prepared(
             tmp_path / "own", tmp_path / "tags", {"prompt": "2 + 2?", "completion": "4<|im_start|>"}
         )
@@ -332,7 +332,7 @@ def test_a_base_model_needs_no_template_for_text(chatml, folders, tmp_path):
     assert chatml(row, style="completion")[0] == [sample]
     (alone,), _ = prepared(tmp_path / "alone", folders / "base", {"prompt": "", "completion": "ab"})
     assert alone == (encode("ab<|im_end|>"), [False, True, True])
-    with pytest.raises(RunError, match="needs a chat template"):
+    with run_error("needs a chat template"):
         prepared(tmp_path / "asked", folders / "base", row, style="chat")
 
 
@@ -386,9 +386,9 @@ def test_too_long_and_empty_examples_are_counted(folders, tmp_path):
         "5 rows -> 3 examples, 20 tokens, 14 trained; 1 cut to model.max_model_len; 1 "
         "without an answer" in line
     )
-    with pytest.raises(RunError, match=rf"nothing is left of 1 rows: 1 {long}"):
+    with run_error(rf"nothing is left of 1 rows: 1 {long}"):
         made("none", rows[2])
-    with pytest.raises(RunError, match="nothing is left of 0 rows: there are no rows"):
+    with run_error("nothing is left of 0 rows: there are no rows"):
         made("no-rows")
 
 
@@ -492,7 +492,7 @@ def test_a_task_without_an_example_is_none_to_hold_out(folders, tmp_path):
 )
 def test_a_row_of_the_wrong_shape_is_named_with_its_line(folders, tmp_path, row, said):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' + row + "\n")
-    with pytest.raises(RunError, match=said):
+    with run_error(said):
         prepare_data(make_config(tmp_path), str(folders / "chatml"), lambda *_: None)
     assert not make_config(tmp_path).run_dir.data.exists()
 
@@ -541,10 +541,9 @@ def test_a_part_of_the_prompt_that_is_not_read_is_refused_by_name(chatml):
     row = {"instruction": "Translate", "input": "", "output": "Hund", "images": [], "history": None}
     assert len(chatml(row, columns=columns)[0]) == 1
     for name, value in {"input": "dog", "images": ["dog.png"], "history": [["Hi", "Hi!"]]}.items():
-        with pytest.raises(
-            RunError,
-            match=rf"data.jsonl:1: {name}: a column that is not read; write it into the messages "
-            r".*, or remove it",
+        with run_error(
+            rf"data.jsonl:1: {name}: a column that is not read; write it into the messages "
+            r".*, or remove it"
         ):
             chatml(row | {name: value}, columns=columns)
     assert len(
@@ -566,9 +565,7 @@ def test_cells_of_csv_are_text(folders, tmp_path):
         f"{text}<|im_end|>" for text in ("aNone", "b02108", "cTrue", "d, ef\ng")
     ]
     (tmp_path / "data.csv").write_text("prompt,completion\na,b,c\n")
-    with pytest.raises(
-        RunError, match=r"data.csv:2: not 2 cells, as in the first line; correct it"
-    ):
+    with run_error(r"data.csv:2: not 2 cells, as in the first line; correct it"):
         prepared(tmp_path / "wide", folders / "base", dataset=str(tmp_path / "data.csv"))
 
 
@@ -592,19 +589,8 @@ def test_a_csv_file_is_read_whole_or_refused(folders, tmp_path, written, said):
     """Regression: of two columns with one name the last was trained in silence, and a long cell
     ended in a traceback."""
     (tmp_path / "data.csv").write_bytes(written)
-    with pytest.raises(RunError, match=said) if said else contextlib.nullcontext():
+    with run_error(said) if said else contextlib.nullcontext():
         prepared(tmp_path, folders / "base", dataset=str(tmp_path / "data.csv"))
-
-
-def test_data_that_is_not_there(folders, tmp_path):
-    for dataset, said in (
-        (str(tmp_path / "no.jsonl"), "sft.dataset = .*: there is no .*no.jsonl; give a JSONL file"),
-        (str(tmp_path / "*.jsonl"), "no file matches"),
-    ):
-        with pytest.raises(RunError, match=said):
-            prepare_data(
-                make_config(tmp_path, dataset=dataset), str(folders / "chatml"), lambda *_: None
-            )
 
 
 def rollout(task, reward, answer, **more):
@@ -626,7 +612,7 @@ def test_the_name_of_a_run_is_no_pattern(chatml, tmp_path):
     assert len(chatml(dataset=str(run))[0]) == 1
     write_rows(tmp_path / "data [1]" / "train.jsonl", {"prompt": "a", "completion": "b"})
     files = tmp_path / "data [1]" / "*.jsonl"
-    with pytest.raises(RunError, match=f"rename it, or give {re.escape(str(files))}$"):
+    with run_error(f"rename it, or give {re.escape(str(files))}$"):
         chatml(dataset=str(files.parent))
     assert len(chatml(dataset=str(files))[0]) == 1
 
@@ -677,9 +663,7 @@ def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
     )
     saved = chatml(dataset=str(run / "x.parquet"), min_reward=0.5)
     assert saved[1]["train"]["left_out"] == {"rollouts with a reward below 0.5": 1}
-    with pytest.raises(
-        RunError, match="the reward is nan, but a rollout's reward must be a number"
-    ):
+    with run_error("the reward is nan, but a rollout's reward must be a number"):
         chatml(rollout(7, float("nan"), "i"), min_reward=0.5)
     best = rows.best_rollouts
 
@@ -691,7 +675,7 @@ def test_rollouts_are_chosen_by_reward(chatml, renderer, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "best_rollouts", then_compressed)
     assert answers(max_per_task=1)[0] == "bhi"
     other = {"messages": TWO_TURNS, "reward": 1}
-    with pytest.raises(RunError, match=r"1: sft.min_reward and sft.max_per_task .* lacks outcome"):
+    with run_error(r"1: sft.min_reward and sft.max_per_task .* lacks outcome"):
         chatml(other, min_reward=0.5)
 
 
@@ -717,18 +701,14 @@ def test_worked_examples_of_a_rollouts_prompt_are_never_trained(chatml, renderer
         "the messages before the policy's first are no answers"
     )
     assert trained(num_turns=3) == ("2<|im_end|>" + own[0], []), "every answer was sampled"
-    with pytest.raises(
-        RunError,
-        match=r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the environment wrote the "
-        r"others.*last",
+    with run_error(
+        r"data.jsonl:1: the policy sampled 2 of its 3 answers, and the environment wrote the "
+        r"others.*last"
     ):
         trained()
-    with pytest.raises(
-        RunError,
-        match="the policy sampled 1 of its 2 answers, and the environment wrote the others",
-    ):
+    with run_error("the policy sampled 1 of its 2 answers, and the environment wrote the others"):
         trained(num_prompt_messages=3, num_turns=1)
-    with pytest.raises(RunError, match="num_prompt_messages is 7; it must be a number from 0 to 6"):
+    with run_error("num_prompt_messages is 7; it must be a number from 0 to 6"):
         trained(num_prompt_messages=7)
     assert trained({"train": "last"}) == ("Yes, 2.<|im_end|>", [])
 
@@ -770,11 +750,12 @@ def test_hugging_face_datasets(folders, tmp_path):
     for dataset, settings, said in (
         (saved, {"split": "train"}, "no such split; there are test; check name, sft.split"),
         (empty, {}, "sft.dataset = "),
+        (tmp_path / "*.jsonl", {}, "no file matches"),
         (parquet, {"split": "test"}, "sft.split = 'test': .*x.parquet has no splits; name the"),
         (parquet, {"subset": "s"}, "sft.subset = 's': .*x.parquet has no subsets; leave it out"),
         (lines, {"validation_split": "test"}, "sft.validation_split = 'test': .* has no splits"),
     ):
-        with pytest.raises(RunError, match=said):
+        with run_error(said):
             prepared(tmp_path / "d", folders / "chatml", dataset=str(dataset), **settings)
 
 
@@ -783,23 +764,6 @@ def test_tools_that_are_called_but_not_defined_are_a_warning(chatml):
     assert manifest_lines(manifest)[-1].startswith(
         "warning: examples call tools, but have no tool definitions"
     )
-
-
-def test_examples_are_mapped_from_their_file(folders, tmp_path):
-    prepared(
-        tmp_path,
-        folders / "base",
-        {"prompt": "a", "completion": "b"},
-        {"prompt": "cd", "completion": "e"},
-    )
-    config = make_config(tmp_path)
-    before = pa.total_allocated_bytes()
-    examples = open_examples(config.run_dir.data / "train.arrow")
-    assert pa.total_allocated_bytes() == before
-    assert [len(ids) for ids in examples["tokens"]] == [3, 4] and examples["group"].to_pylist() == [
-        0,
-        1,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -817,10 +781,9 @@ def test_a_token_without_a_row_of_the_embedding_is_named(folders, tmp_path, row)
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps({"text_config": {"vocab_size": 259}}))
     good = {"prompt": "a", "completion": "b"}
-    with pytest.raises(
-        RunError,
-        match=r"data.jsonl:2: '<new>' is token 259, the model's embedding has 259 rows; give it "
-        r"one .*resize_token",
+    with run_error(
+        r"data.jsonl:2: '<new>' is token 259, the model's embedding has 259 rows; give it "
+        r"one .*resize_token"
     ):
         prepared(tmp_path, tmp_path / "model", good, row)
     config.write_text(json.dumps({"vocab_size": 260}))

@@ -7,14 +7,11 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from rl.run_dir.checksums import first_difference
@@ -23,28 +20,15 @@ from rl.run_dir.paths import RunDir
 from rl.run_dir.safetensors import tensor_digests
 from rl.system.errors import RunError
 from rl.trainer.model import lora
-from rl.trainer.parallel.world import World, start_world
 from rl.trainer.replay import compare
 from rl.trainer.store import versions
 from rl.trainer.store.image import LastVersion
 from rl.trainer.store.threads import RankThreads
+from tests.trainer.layouts import Layout, joined
 from tests.trainer.parallel.loads import load
 
 LAYOUTS = {"1": (1, 1), "2": (2, 1), "3": (3, 1), "hsdp": (4, 2)}
 """Ranks and replicas."""
-
-
-def place_experts(model: PreTrainedModel, placements: tuple[Shard, Shard]) -> None:
-    """Divides the experts of a layer over a mesh of its own, over the first dimension, and each
-    over the second."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "shard"))
-    for name, parameter in list(model.named_parameters()):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            assert isinstance(parameter, DTensor)
-            whole = parameter.detach().full_tensor()
-            module, _, leaf = name.rpartition(".")
-            placed = distribute_tensor(whole, mesh, placements)
-            model.get_submodule(module)._parameters[leaf] = torch.nn.Parameter(placed)
 
 
 def draw_adapters(model: PreTrainedModel) -> None:
@@ -123,26 +107,9 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     plan = json.loads((folder / "plan.json").read_text())
     torch.set_num_threads(1)
-    ports = iter(plan["ports"])
-    found: dict[str, object] = {}
-
-    @contextmanager
-    def world_of(size: int, replicas: int) -> Iterator[World | None]:
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(next(ports)),
-        }
-        if rank >= size:
-            yield None
-            return
-        # the others have layouts of their own before
-        yield start_world(False, 60.0, replicas, start_timeout_s=240.0)
-        torch.distributed.destroy_process_group()
-
+    ports, found = iter(plan["ports"]), {}
     for name, (size, replicas) in LAYOUTS.items():
-        with world_of(size, replicas) as world:
+        with joined(rank, ports, Layout(size, replicas)) as world:
             if not world:
                 continue
             ranks = RankThreads(world, 60.0)
@@ -168,15 +135,5 @@ def main() -> None:
                         folder / "llama",
                         RankThreads(world, 60.0),
                         folder / "hosts" / "weights" / "000001",
-                    )
-            if name == "hsdp":
-                for kind, placements in {
-                    "experts 0": (Shard(0), Shard(0)),
-                    "experts 1": (Shard(0), Shard(1)),
-                }.items():
-                    model = load(str(folder / "qwen3_moe"), world)
-                    place_experts(model, placements)
-                    found[kind] = publish(
-                        model, folder / "qwen3_moe", ranks, folder / kind / "weights" / "000001"
                     )
     (folder / f"found-{rank}.json").write_text(json.dumps(found))

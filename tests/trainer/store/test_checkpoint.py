@@ -16,22 +16,21 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from rl.config.run import ModelConfig
-from rl.config.trainer import OptimConfig, TrainerConfig
+from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
 from rl.run_dir import checksums, files
 from rl.run_dir.checksums import checksum, newest_sound_checkpoint, read_manifest, verify_checkpoint
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
-from rl.system.errors import RunError
-from rl.trainer.model.policy import load_policy
-from rl.trainer.optim import local, make_optimizer
+from rl.trainer.optim import local
 from rl.trainer.store import checkpoint
 from rl.trainer.store import saver as saver_module
 from rl.trainer.store.checkpoint import SLACK_BYTES, require_space, write_tensors
 from rl.trainer.store.saver import Saver
 from tests.families import CONFIGS
-from tests.trainer.samples import save_checkpoint, toy_step
+from tests.raised import run_error
+from tests.trainer.policies import learner
+from tests.trainer.samples import assert_equal, save_checkpoint, toy_step
 
 
 @pytest.fixture
@@ -40,18 +39,15 @@ def trained(tied_folder, world):
 
 
 def fresh(folder, world):
-    model = load_policy(
-        str(folder), ModelConfig(dtype="float32"), TrainerConfig(attention="eager"), world
-    )
-    return model, make_optimizer(model, OptimConfig(lr=0.1))
+    return learner(folder, world, attention="eager", optim={"lr": 0.1})[:2]
 
 
 def state(model, optimizer):
+    """Weights, moments and numbers of steps."""
     moments = [v[key] for v in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    steps = [v["step"] for v in optimizer.state.values()]
-    return [t.full_tensor().clone() for t in [*model.parameters(), *moments]] + [
-        s.clone() for s in steps
-    ]
+    whole = [tensor.full_tensor() for tensor in (*model.parameters(), *moments)]
+    steps = [values["step"] for values in optimizer.state.values()]
+    return dict(enumerate(tensor.clone() for tensor in (*whole, *steps)))
 
 
 def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path):
@@ -63,7 +59,7 @@ def test_what_is_loaded_is_what_was_saved(trained, tied_folder, world, tmp_path)
     assert checkpoint.load(checkpoint.newest(tmp_path, world), *other, world) == 7
     assert torch.equal(torch.rand(3), random_after)
     toy_step(*other)
-    assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
+    assert_equal(state(*trained), state(*other))
 
 
 def test_each_rank_syncs_what_it_has_written(trained, world, tmp_path, monkeypatch):
@@ -94,7 +90,7 @@ def test_rng_streams_that_a_checkpoint_lacks_are_left_as_they_are(
     other = fresh(tied_folder, world)
     on_gpu = replace(world, device=torch.device("cuda", 0))
     assert checkpoint.load(path, *other, on_gpu) == 1
-    assert all(torch.equal(a, b) for a, b in zip(state(*trained), state(*other), strict=True))
+    assert_equal(state(*trained), state(*other))
 
 
 def test_the_thread_that_writes_touches_no_gpu(trained, world, tmp_path, monkeypatch):
@@ -199,9 +195,9 @@ def test_a_strangers_checkpoint_runs_nothing(trained, world, tmp_path, kind):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][".metadata"] = checksum(path / ".metadata")
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(RunError, match=r"nothing of it was run.*move .*000007 away"):
+    with run_error(r"nothing of it was run.*move .*000007 away"):
         checkpoint.load(path, *trained, world)
-    with pytest.raises(RunError, match="nothing of it was run"):
+    with run_error("nothing of it was run"):
         checkpoint.load_weights(path, read_manifest(path), trained[0])
     assert not (tmp_path / "mark").exists()
 
@@ -211,20 +207,17 @@ def test_another_model_is_refused(trained, world, tmp_path):
     other = fresh(
         make_tiny_model(tmp_path / "m", CONFIGS["llama"] | {"num_hidden_layers": 1}), world
     )
-    with pytest.raises(RunError, match="another model"):
+    with run_error("another model"):
         checkpoint.load(checkpoint.newest(tmp_path / "c", world), *other, world)
 
 
 def test_a_checkpoint_is_written_while_the_model_trains_on(
-    trained, tied_folder, world, tmp_path, monkeypatch
+    trained, tied_folder, world, run_dir, monkeypatch
 ):
     """What is saved is the state at the call; the next save waits for it, and an error comes
     with the next call."""
-    run_dir, write, release = (
-        RunDir(tmp_path, tmp_path / "weights"),
-        checkpoint.write,
-        threading.Event(),
-    )
+    release = threading.Event()
+    write = checkpoint.write
 
     def slow(*args):
         assert release.wait(10)
@@ -237,14 +230,14 @@ def test_a_checkpoint_is_written_while_the_model_trains_on(
     saver.copy(1, *trained)()
     toy_step(*trained)
     saver.thread.raise_errors()
-    assert not any(torch.equal(a, b) for a, b in zip(expected, state(*trained), strict=True))
+    assert not any(expected[i].equal(tensor) for i, tensor in state(*trained).items())
     assert saver.step == 0 and saver.newest_started == 1 and not run_dir.checkpoint(1).exists()
     release.set()
     saver.finish()
     assert saver.step == 1
     other = fresh(tied_folder, world)
     assert checkpoint.load(checkpoint.newest(run_dir.checkpoints, world), *other, world) == 1
-    assert all(torch.equal(a, b) for a, b in zip(expected, state(*other), strict=True))
+    assert_equal(expected, state(*other))
     assert checkpoint.differing(run_dir.checkpoint(1), *other, world) == []
     assert len(checkpoint.differing(run_dir.checkpoint(1), *trained, world)) == len(expected)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 9))
@@ -262,16 +255,12 @@ def test_a_disk_that_does_not_answer_ends_the_wait(trained, world, tmp_path, mon
     # so that the status says so, and nobody blames the batch
     saver.thread.on_error = lambda: said.append(saver.newest_started)
     saver.copy(1, *trained)()
-    with pytest.raises(
-        RunError, match=r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"
-    ):
+    with run_error(r"waited 0 s for checkpoint 1 to be written to .*: does that disk answer"):
         saver.finish()
     saver.deadline_s = 3000.0
     assert not saver.due(2, last=99)
     saver.last_began = time.monotonic() - 3001
-    with pytest.raises(
-        RunError, match=r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"
-    ):
+    with run_error(r"waited 3001 s for checkpoint 1 to be written to .*: does that disk answer"):
         # with an interval in seconds, nobody would wait for it before the run's last step
         saver.due(3, last=99)
     assert said == [1, 1]
@@ -301,9 +290,9 @@ def test_copies_that_do_not_fit_into_the_hosts_memory_are_refused(world, monkeyp
     copies = (
         r"2 rank\(s\) for checkpoints take 24\.0 GiB of memory, for policy versions 4\.0 GiB, .* "
     )
-    with pytest.raises(RunError, match=copies + r"this machine has 15\.0 GiB: shard"):
+    with run_error(copies + r"this machine has 15\.0 GiB: shard"):
         checkpoint.require_host_memory(model, torch.bfloat16, True, False, world)
-    with pytest.raises(RunError, match=r"trainer.optim.offload 16\.0 GiB, but this machine"):
+    with run_error(r"trainer.optim.offload 16\.0 GiB, but this machine"):
         checkpoint.require_host_memory(model, torch.bfloat16, False, True, world)
 
 

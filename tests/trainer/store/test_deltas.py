@@ -62,11 +62,10 @@ def same(file: Path, expected: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_a_hundred_versions_are_exact_or_refused(tmp_path, monkeypatch):
+def test_a_hundred_versions_are_exact_or_refused(tmp_path, run_dir, monkeypatch):
     """One server follows all versions, another one joins late; one delta is damaged, one is
     lost. Frames are as small as a large model's are in relation to it."""
     monkeypatch.setattr(image, "FRAME_BYTES", 10_001)
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10, keep_last=100)
     first, late, refused = Mirror(), Mirror(), {}
     for number in range(1, 101):
@@ -108,9 +107,9 @@ def test_a_hundred_versions_are_exact_or_refused(tmp_path, monkeypatch):
         verify_version(run_dir.weights(52))
 
 
-def test_a_delta_for_which_the_disk_is_too_small_is_no_delta(tmp_path):
+def test_a_delta_for_which_the_disk_is_too_small_is_no_delta(tmp_path, run_dir):
     """The system wrote a part of the last frame, and said so, and nobody looked."""
-    training = Training(tmp_path, RunDir(tmp_path, tmp_path / "weights"), anchor_every=3)
+    training = Training(tmp_path, run_dir, anchor_every=3)
     training.step()
     last, limits = training.publisher.last, resource.getrlimit(resource.RLIMIT_FSIZE)
     for parameter in training.model.parameters():
@@ -133,10 +132,9 @@ def test_a_delta_for_which_the_disk_is_too_small_is_no_delta(tmp_path):
     assert last.number == -1
 
 
-def test_deltas_that_belong_to_another_version_are_refused(tmp_path):
+def test_deltas_that_belong_to_another_version_are_refused(tmp_path, run_dir):
     """Version 2 was replaced by another version 2, so version 3 must not be made of it; and a
     damaged anchor is named."""
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     training = Training(tmp_path, run_dir, anchor_every=10)
     training.step(), training.step(), training.step()
     other = Training(tmp_path / "other", RunDir(tmp_path / "other", tmp_path / "other" / "weights"))
@@ -159,8 +157,7 @@ def test_deltas_that_belong_to_another_version_are_refused(tmp_path):
         Mirror().become(run_dir.weights(3))
 
 
-def test_retention_keeps_what_kept_deltas_are_made_of(tmp_path):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
+def test_retention_keeps_what_kept_deltas_are_made_of(tmp_path, run_dir):
     training = Training(tmp_path, run_dir, anchor_every=5, keep_last=2, keep_every=8)
     kept = {}
     for _ in range(17):
@@ -175,11 +172,10 @@ def test_retention_keeps_what_kept_deltas_are_made_of(tmp_path):
 
 
 def test_a_version_that_is_trained_again_takes_along_what_follows_it_only_if_it_differs(
-    tmp_path, monkeypatch
+    tmp_path, run_dir, monkeypatch
 ):
     """Deltas of another version than the one that is there were called damaged; the trainer read
     whole versions to compare deltas."""
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
     first, same_again, other = (Training(tmp_path, run_dir, anchor_every=10) for _ in range(3))
     expected = [first.step() for _ in range(4)][-1]
     with monkeypatch.context() as patch:
@@ -196,8 +192,7 @@ def test_a_version_that_is_trained_again_takes_along_what_follows_it_only_if_it_
     )
 
 
-def test_without_memory_for_the_version_it_is_refused(tmp_path, monkeypatch):
-    run_dir = RunDir(tmp_path, tmp_path / "weights")
+def test_without_memory_for_the_version_it_is_refused(tmp_path, run_dir, monkeypatch):
     training = Training(tmp_path, run_dir, anchor_every=10)
     training.publish(), training.publish()
     monkeypatch.setattr("rl.run_dir.checksums.memory_bytes", lambda: (2**30, 1000))

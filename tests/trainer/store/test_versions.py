@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from rl.config.run import ModelConfig
-from rl.config.trainer import LoraConfig, TrainerConfig
+from rl.config.trainer import LoraConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.checksums import DIGESTS, check_record, read_digests, readable, verify_version
@@ -22,7 +22,6 @@ from rl.trainer import export
 from rl.trainer.model import lora
 from rl.trainer.model.dither import dither
 from rl.trainer.model.head import score
-from rl.trainer.model.policy import load_policy
 from rl.trainer.store import versions
 from rl.trainer.store.image import image_of
 from rl.trainer.store.threads import RankThreads
@@ -31,6 +30,7 @@ from tests.families import CONFIGS
 from tests.ports import free_ports
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
 from tests.trainer.parallel.test_sharding import run_ranks
+from tests.trainer.policies import learner
 from tests.trainer.samples import FLOAT32, assert_equal, make_batch, pack_alone, with_float32
 from tests.trainer.store.publishes import LAYOUTS
 
@@ -42,7 +42,7 @@ MODELS: dict[str, dict] = {
 the other way round; fused experts; projections that files join, so that no rank has a part of
 the file by itself."""
 DEEPSEEK_V3 = WITH_EXPERTS["deepseek_v3"] | {"n_routed_experts": 8}
-OTHERS = {"qwen3_moe": ("experts 0", "experts 1"), "llama": ("hosts",)}
+OTHERS = {"llama": ("hosts",)}
 """What publishes.py publishes of a family beside its layouts."""
 ADAPTED = {"adapters": {"lora": {"rank": 4}}}
 
@@ -150,13 +150,10 @@ def test_what_the_files_hold_in_float32_stays_so(family, world, tmp_path):
     """Rounded, a router chose other experts: 0.3 nats between the base and the version that was
     published before any step."""
     folder = with_float32(make_tiny_model(tmp_path / "model", CONFIGS[family]))
-    config, settings = (
-        ModelConfig(dtype="bfloat16"),
-        TrainerConfig(attention="eager" if family == "gpt_oss" else "auto"),
-    )
-    base, model = (
+    attention = {"attention": "eager" if family == "gpt_oss" else "auto"}
+    base, (model, _, _) = (
         load_file(folder / "model.safetensors"),
-        load_policy(str(folder), config, settings, world),
+        learner(folder, world, "bfloat16", **attention),
     )
     assert {str(tensor.dtype) for tensor in base.values()} == {"torch.float32", "torch.bfloat16"}
     dither(model, seed=0)
@@ -180,12 +177,7 @@ def test_what_the_files_hold_in_float32_stays_so(family, world, tmp_path):
     assert len(gradients) >= 4 and all(
         gradient is not None and gradient.norm() > 0 for gradient in gradients.values()
     )
-    frozen = load_policy(
-        str(folder),
-        config,
-        settings.model_copy(update={"lora": LoraConfig(targets=["q_proj"])}),
-        world,
-    )
+    frozen, _, _ = learner(folder, world, "bfloat16", lora={"targets": ["q_proj"]}, **attention)
     for name in gradients:
         assert frozen.get_parameter(name).equal(base[name]), name
 
