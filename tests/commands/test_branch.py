@@ -323,15 +323,6 @@ def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_tol
     )
     branch(f"{run.root}@4", "--name y --max_steps 9 --clean")
     assert list(numbered(new.batches, ".batch")) == [4]
-    (run.root.parent / "mine").mkdir()
-    for name in ("thesis.tex", "config.toml"):  # the user's own
-        (run.root.parent / "mine" / name).touch()
-        for clean in ((), ("--clean",)):
-            said = fault(capsys, f"{run.root}@2", "--name mine", *clean)
-            assert (
-                "mine is not a run directory, and has " in said
-                and (run.root.parent / "mine" / name).exists()
-            )
 
 
 def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, monkeypatch):

@@ -151,12 +151,6 @@ def test_a_table_has_all_fields(run_dir):
     assert frame.reward.tolist() == frame.exact.tolist() == [0.0, 1.0, 1.0, 1.0]
     assert frame.why.tolist() == ["trained"] * 2 + ["no_signal"] * 2
     assert {*frame.kind} == {"train"} and not frame.failed.any() and not frame.truncated.any()
-    columns = Run(run_dir.root).rollouts().frame("columns")
-    assert columns["task"].tolist() == [3, 3, 4, 4, 3, 3, 0, 0] and "offset" not in columns
-    with pytest.raises(RunError, match="kind = 'arrow': give pandas, polars or columns"):
-        Run(run_dir.root).rollouts().frame("arrow")
-
-
 def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch):
     run, pending = Run(run_dir.root), PendingLog(run_dir.pending)
     assert len(run.rollouts()) == 8 and len(run.rollouts("pending")) == 0

@@ -151,7 +151,7 @@ def delete(place: Path) -> None:
 
 def users(place: Path) -> str:
     """The processes of this machine that run in a home, for messages; empty if there are none."""
-    import psutil  # here, because a worker imports this module in its home, which has none
+    import psutil  # workers, whose homes lack it, import this module
 
     return ", ".join(
         str(process.pid)

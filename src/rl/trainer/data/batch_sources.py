@@ -39,7 +39,7 @@ from rl.trainer.model.modes import Mode
 from rl.trainer.model.routes import Routers
 from rl.trainer.parallel.sharding import localise
 from rl.trainer.parallel.world import World
-from rl.trainer.sft.tokens import open_examples, read_manifest
+from rl.trainer.sft.tokens import open_examples
 from rl.trainer.store.threads import SingleTaskThread
 from rl.wire.batch_file import batch_of
 from rl.wire.messages import ITEM_BYTES, RunEnded, TrainBatch, TrainedSpan, TrainingSample
@@ -272,8 +272,8 @@ class FromExamples(BatchSource):
             self.examples, self.sft.validation_fraction, config.seed
         )
         self.held_out = self.examples
-        if "validation" in read_manifest(data):
-            self.held_out = open_examples(data / "validation.arrow")
+        if (validation := data / "validation.arrow").exists():
+            self.held_out = open_examples(validation)
             self.held_out_places = np.arange(len(self.held_out))
         passes = self.sft.epochs
         self.num_examples = (
