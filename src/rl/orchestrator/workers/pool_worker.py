@@ -29,7 +29,8 @@ import msgspec
 import psutil
 from msgspec import ValidationError
 
-from rl.homes.home import WORKER, home_of, unmet
+from rl.homes.home import home_of, unmet
+from rl.homes.needs import WORKER
 from rl.orchestrator.workers.worker_sandbox import variables_of
 from rl.run_dir.files import UNREADABLE
 from rl.system import process_table
