@@ -329,6 +329,16 @@ def continued(before: dict, after: dict) -> bool:
     return after["prompt_token_ids"][: len(known)] == known
 
 
+def test_special_tokens_are_text_of_an_answer_with_tokens(servers):
+    """Regression: a user's own tags may be special tokens, and the environment did not see them."""
+    server = servers["tied"]
+    tokenizer = load_tokenizer(str(server.weights[0]))
+    tag = next(id for id in tokenizer.all_special_ids if id != tokenizer.eos_token_id)
+    more = {"logit_bias": {str(tag): 100}, "max_tokens": 2}
+    assert said(chat(server, [user("a")], **more))["content"] == tokenizer.decode([tag, tag])
+    assert not said(chat(server, [user("a")], skip_special_tokens=True, **more))["content"]
+
+
 def test_a_chat_continues_the_tokens_that_come_back(servers):
     """Random bytes are rarely text that is encoded as the same bytes again."""
     server, messages, turns = servers["tied"], [user("go on")], []

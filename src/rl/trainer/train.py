@@ -437,8 +437,8 @@ def start(
     context.status = status
     model, step, digest = context.model, 0, ""
     if newest is None and model.unused:
-        text = f"{base}: {model.unused} are in its files, but no part of {type(model).__name__}"
-        status.warn(RunWarning("unused", "", f"{text}: they are neither trained nor published"))
+        text = f"{base}: its model does not use {model.unused}, which no version will have"
+        status.warn(RunWarning("unused", "", text))
     if newest is None and (drafting := versions.drafting_layers(Path(base))):
         text = f"{drafting}: layers that draft tokens are not trained, and versions say 0"
         status.warn(RunWarning("unused", "", text))
