@@ -151,6 +151,8 @@ def test_a_table_has_all_fields(run_dir):
     assert frame.reward.tolist() == frame.exact.tolist() == [0.0, 1.0, 1.0, 1.0]
     assert frame.why.tolist() == ["trained"] * 2 + ["no_signal"] * 2
     assert {*frame.kind} == {"train"} and not frame.failed.any() and not frame.truncated.any()
+
+
 def test_a_live_run_is_followed_and_only_new_files_are_read(run_dir, monkeypatch):
     run, pending = Run(run_dir.root), PendingLog(run_dir.pending)
     assert len(run.rollouts()) == 8 and len(run.rollouts("pending")) == 0

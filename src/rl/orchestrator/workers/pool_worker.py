@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 import psutil
 
-from rl.homes.home import WORKER, home_of, unmet
+from rl.homes.home import home_of, unmet
+from rl.homes.needs import WORKER
 from rl.system.children import Child
 from rl.system.credentials import redact
 from rl.system.errors import RESTART, RunError
