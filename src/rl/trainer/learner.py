@@ -275,12 +275,10 @@ class AdapterLearner:
 
         def fill(temporary: Path) -> None:
             require_space(temporary, tensors.values())
-            lora.write_config(temporary, self.model, self.base)
-            write_tensors(temporary / lora.WEIGHTS_FILE, tensors)
+            lora.write_config(temporary, self.model, self.base, self.adapters[name].rank)
             config = temporary / "adapter_config.json"
-            fields = json.loads(config.read_text()) | {"r": self.adapters[name].rank}
-            config.write_text(json.dumps(fields, indent=2))
             files = {"files": {config.name: digest_of_file(config)}}
+            write_tensors(temporary / lora.WEIGHTS_FILE, tensors)
             (temporary / DIGESTS).write_text(json.dumps(content | files, indent=1))
 
         if record:
