@@ -250,7 +250,7 @@ def test_every_adapter_of_all_linear_is_of_a_linear_layer_and_learns(family, tmp
 def test_adapters_that_no_gradient_has_reached_are_named(tmp_path, monkeypatch, capsys):
     """Layers that only their weight is read of, in a model that is not known for it."""
     monkeypatch.setattr(lora, "BYPASSED", re.compile(r"\bout_proj$"))  # peft refuses these
-    model = plain(make_tiny_model(tmp_path / "base", STATES))
+    model = plain(make_tiny_model(tmp_path / "base", STATES["jamba"]))
     lora.add_adapters(model, LoraConfig(rank=RANK))
     optimizer = make_optimizer(model, OptimConfig())
     model(input_ids=IDS).logits.square().mean().backward()
