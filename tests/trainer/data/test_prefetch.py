@@ -114,6 +114,29 @@ def publishing(tmp_path, **settings) -> tuple[Client, RunDir, Publisher]:
     return client, run_dir, Publisher(run_dir, weights, client, Wait(60, nothing))
 
 
+def test_a_version_waits_until_the_one_before_it_is_announced(tmp_path, monkeypatch):
+    release, said = threading.Event(), []
+    client, run_dir, publisher = publishing(tmp_path)
+    answer = client.published
+
+    def published(version, wait):
+        wait.about(Phase.ANNOUNCING_VERSION, version.policy_version)
+        assert release.wait(10)
+        return answer(version, wait)
+
+    monkeypatch.setattr(client, "published", published)
+    # who waits for version 1 says so
+    publisher.wait.on_wait = lambda *what: said.append(what) or release.set()
+    publisher.start(1, Empty(), checkpoints={})
+    until(lambda: list(numbered(run_dir.weights_dir)) == [1])
+    time.sleep(0.2)
+    assert client.versions == said == []
+    publisher.start(2, Empty(), checkpoints={})
+    assert client.versions[:1] == [1] and said[0] == (Phase.ANNOUNCING_VERSION, 1, "")
+    assert publisher.metrics()["time/publish_latency"] >= 0.2
+    publisher.finish()
+
+
 def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_for_that(
     tmp_path, monkeypatch
 ):
