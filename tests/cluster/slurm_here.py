@@ -23,7 +23,7 @@ from rl.system import process_table
 
 NODES = ("n1", "n2", "n3", "n4")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
-START_S, STOP_S = 60.0, 10.0
+START_S, STOP_S = 200.0, 10.0
 """Deadlines, in seconds, for nodes to become idle and for a daemon to end."""
 LONGEST_FOLDER = 70  # bytes: daemons put Unix sockets into it, whose names have at most 107
 PR_SET_CHILD_SUBREAPER = 36

@@ -31,12 +31,12 @@ from tests.cluster.slurm_here import kill_below
 from tests.waiting import alive, until
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ENVIRONMENT = REAL | {"RAY_USAGE_STATS_ENABLED": "0"}
 SECRET = "hf_of-this-user"
 USER = {"HF_TOKEN": SECRET, "CUDA_VISIBLE_DEVICES": "5", "RL_NODE_ADDRESS": "host"}
-START_S = 60.0
-"""Longest that four actors take to start on two busy cores."""
+START_S = 200.0
+"""Longest that four actors take to start on two cores with other work."""
 PROMPT = {
     "health_check_period_ms": 1000,
     "health_check_failure_threshold": 3,
@@ -240,7 +240,7 @@ def test_nothing_outlives_the_driver(start, signum):
     here.driver.send_signal(signum)
     code, text = here.end()
     assert code == (-signum if signum == signal.SIGKILL else 128 + signum), text
-    until(lambda: not any(map(alive, pids.values())), 5.0)
+    until(lambda: not any(map(alive, pids.values())))
     assert signum == signal.SIGKILL or here.indices(".left") == [0, 1, 2, 3]
 
 
@@ -292,11 +292,11 @@ class RealRun:
 
     def wait_for_steps(self, process: subprocess.Popen[bytes], more: int = 5) -> None:
         wanted = steps_of(self.run_dir) + more
-        until(lambda: steps_of(self.run_dir) >= wanted or process.poll() is not None, 150.0)
+        until(lambda: steps_of(self.run_dir) >= wanted or process.poll() is not None, 400.0)
         assert process.poll() is None, self.said.read_text()[-3000:]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("classic_home")
 def test_a_run_outlives_machines_and_the_head(tmp_path, model, monkeypatch):
     """A machine that trains loses its power and is replaced; the head's death ends the run; it
@@ -315,13 +315,13 @@ def test_a_run_outlives_machines_and_the_head(tmp_path, model, monkeypatch):
     run.wait_for_steps(process)
     first.kill_head()
     assert (
-        process.wait(90) == 1
+        process.wait(START_S) == 1
         and "has not answered for 20 s, and the machines end" in run.said.read_text()
     )
     until(lambda: not processes_of(run.run_dir), 60.0)
     first.shutdown()
     second, last = RayCluster(4), steps_of(run.run_dir) + 5
-    assert run.submit(second, "--resume", "--max_steps", str(last)).wait(200) == 0, (
+    assert run.submit(second, "--resume", "--max_steps", str(last)).wait(400) == 0, (
         run.said.read_text()[-3000:]
     )
     assert not processes_of(run.run_dir)

@@ -409,10 +409,7 @@ class TestSlurm:
         run.wait_for_starts((0, 0), (1, 0), (2, 0), (0, 1), (1, 1))
         cluster.ask("scancel", "--signal=TERM", run.jobs[0])
         run.wait_for_end()
-        assert (
-            "queued again cluster.max_requeues = 1 times: continue the run with --resume"
-            in run.logs()
-        )
+        assert "queued again cluster.max_requeues = 1 times: continue with --resume" in run.logs()
         assert [run.state(job) for job in run.jobs] == ["FAILED", "CANCELLED"] and len(
             run.starts()
         ) == 5

@@ -60,7 +60,7 @@ class Run:
     def text(self) -> str:
         return self.said.read_text() if self.said.exists() else ""
 
-    def wait(self, what: str, condition: Callable[[], object], timeout_s: float = 200.0) -> None:
+    def wait(self, what: str, condition: Callable[[], object], timeout_s: float = 400.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, (
@@ -97,20 +97,21 @@ class Run:
         makes the same weights."""
         last = steps_of(self.run_dir) + 5
         words = f"@ {self.file} --resume --max_steps {last}".split()
-        assert self.start(*words, before=before).wait(300) == 0
+        assert self.start(*words, before=before).wait(600) == 0
         self.wait_for_nothing()
         assert_each_step_once(self.run_dir, last)
-        assert self.start("replay", self.root).wait(300) == 0 and "EQUAL" in self.text()
+        assert self.start("replay", self.root).wait(600) == 0 and "EQUAL" in self.text()
 
     def wait_for_nothing(self) -> None:
         """Until the queue is empty: then no process is left."""
         self.wait("an empty queue", lambda: not self.here.ask("squeue", "-h"))
-        self.wait("no process", lambda: not processes_of(self.run_dir), 5.0)
+        self.wait("no process", lambda: not processes_of(self.run_dir), 30.0)
 
 
 @pytest.fixture
-def run(tmp_path, model) -> Iterator[Run]:
-    with slurm_here.SlurmHere(tmp_path / "s") as here:
+def run(tmp_path, tmp_path_factory, model) -> Iterator[Run]:
+    # a short name, for sockets
+    with slurm_here.SlurmHere(tmp_path_factory.mktemp("s")) as here:
         found = Run(here, tmp_path, model)
         yield found
         for process in found.processes:

@@ -185,7 +185,7 @@ def test_a_branch_of_a_recorded_run_reads_its_file_anew(run, launched, tmp_path)
     write_file(run.data / "recorded.json", json.dumps(check_same(config)).encode())
     branch(f"{run.root}@2", "--name y --recorded.rollouts", tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").write_text("mended\n")
-    with pytest.raises(RunError, match=r"a.jsonl: has changed since the run began with it"):
+    with pytest.raises(RunError, match=r"a.jsonl: has changed, or comes in another order"):
         check_same(config)
     branch(f"{run.root}@2", "--name z")
     other, same = (check_same(config) for config, *_ in launched)
@@ -323,15 +323,6 @@ def test_a_branch_that_has_trained_nothing_is_replaced_and_any_other_only_if_tol
     )
     branch(f"{run.root}@4", "--name y --max_steps 9 --clean")
     assert list(numbered(new.batches, ".batch")) == [4]
-    (run.root.parent / "mine").mkdir()
-    for name in ("thesis.tex", "config.toml"):  # the user's own
-        (run.root.parent / "mine" / name).touch()
-        for clean in ((), ("--clean",)):
-            said = fault(capsys, f"{run.root}@2", "--name mine", *clean)
-            assert (
-                "mine is not a run directory, and has " in said
-                and (run.root.parent / "mine" / name).exists()
-            )
 
 
 def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, monkeypatch):

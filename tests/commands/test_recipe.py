@@ -131,11 +131,8 @@ rl @ run.toml
     "args",
     [
         ["sums", "x"],
-        ["@", "run.toml"],
-        ["sums", "--seed", "0"],
         ["sums", "--short"],
         words("sums --check --to x"),
-        ["--check"],
         ["sums", "--to", ""],
     ],
 )

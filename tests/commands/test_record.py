@@ -162,10 +162,8 @@ def test_samples_of_a_task_are_numbered_on_in_a_file_that_exists(recorder):
     ("more", "message"),
     [
         ({"stream": True}, "stream: answers come in one piece"),
-        ({"n": 2}, "n = 2: the policy gives each call one free answer: leave it out"),
         ({"temperature": 0.3}, "orchestrator__sampling__temperature=0.3"),
         ({"top_p": 0.9}, "top_p: is not supported by rl.record"),
-        ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
         ({"tool_choice": "required"}, "tool_choice = 'required': the policy gives each call one"),
         ({"messages": []}, "messages: give a list"),
         (

@@ -339,11 +339,6 @@ def test_help_on_a_section_and_on_a_key(capsys):
         and "token_mask [float, float] = [0.0, inf]  (clip" in union
     )
     assert "aggregation token|sequence|constant = sequence  (gspo)\n" in union
-    clip_low = help_on(capsys, "trainer.loss.clip_low")
-    assert all(
-        f"--trainer.loss.clip_low float = {value}\n" in clip_low
-        for value in ("0.2  (clip)", "1.0  (cispo)", "0.0003  (gspo)")
-    )
     assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed for the order of tasks")
     of_sft = help_on(capsys, program="rl sft")
     assert (

@@ -404,26 +404,14 @@ STANDING = {
         "the teacher does not answer: the orchestrator is waiting for the teacher at "
         "http://t:1/v1 for 70 s",
     ),
-    "both": (
-        {"trainer": does(Phase.TRAINING, 13)},
-        "inference is sampling: batch 13 has 40 of 64 rollouts; in the newest steps the tr",
-    ),
     "deadlock": (
         {"orchestrator": UPDATING},
         "deadlock: the trainer is waiting for batch 13: filling batch 13 for 70 s, the "
         "orchestrator is ",
     ),
-    "a moment": (
-        {"orchestrator": UPDATING, "orchestrator_since": 2},
-        "work is being handed over: ",
-    ),
     "ranks": (
         {"trainer": does(Phase.WAITING_FOR_RANKS)},
         "the trainer waits for its other ranks: none of them has a status yet; see ",
-    ),
-    "announcing": (
-        {"trainer": does(Phase.ANNOUNCING_VERSION, 12)},
-        "inference is sampling: batch 13 has 40 of 64 rollouts; in the newest ",
     ),
 }
 """What a run in the middle does, and what is said of it."""
@@ -796,7 +784,6 @@ def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
         ({"lag/mean": 5.5}, {}, "tokens are 5.5 versions old (lag/mean): lower max_lag = 1"),
         ({}, {"optim/lr": 0.0}, "the learning rate is 0 (optim/lr): raise trainer.optim.lr = "),
         ({}, {"optim/grad_norm": 0.0}, "all gradients are 0 (optim/grad_norm)"),
-        ({}, {"masked_fraction": 0.5}, "50% of the tokens are masked (masked_fraction)"),
         (
             {"lag/mean": 0.9},
             {"mismatch_kl/mean": 0.02},

@@ -449,3 +449,9 @@ def test_addresses_of_the_hub():
     for bad in (None, 3, "file:///etc", "https://me:pw@hub/x", "ftp://x/y", "https:// x/y"):
         assert make.web_address(bad) == ""
     assert make.web_address("http://hub/x/simple/") == make.web_address("") == ""
+
+
+def test_what_a_worker_imports_is_in_its_home():
+    """Regression: no environment with a home could be loaded."""
+    code = "import sys; sys.modules['psutil'] = None; import rl.envs.load"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.inference.adapter import check_adapter, read_adapter
-from rl.inference.weight_files import read_tensors, trained_names
+from rl.inference.weight_files import check_adapter, read_adapter, read_tensors, trained_names
 from rl.models.tiny import make_tiny_model
 from tests.families import CONFIGS, WIDE, make_old_model, make_seeing_model
 from tests.inference.servers import HELD, Server, assert_logprobs, start_server, until_ended
@@ -216,7 +215,7 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from rl.inference.adapter import merge
+    from rl.inference.weight_files import merge
 
     gpt2 = GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=1, n_positions=64)
@@ -261,7 +260,7 @@ def test_adapters_of_experts_are_merged_as_peft_merges_them(family, tmp_path):
     from peft import AutoPeftModelForCausalLM
     from safetensors.torch import load_file
 
-    from rl.inference.adapter import merge
+    from rl.inference.weight_files import merge
 
     base = make_tiny_model(tmp_path / "base", CONFIGS[family])
     stacked = {

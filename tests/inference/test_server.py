@@ -24,7 +24,7 @@ from rl.envs.policy import Conversation, Policy
 from rl.models.chat import assistant_message
 from rl.models.tiny import make_tiny_model
 from rl.models.tokenizer import load_tokenizer
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.contents import group_samples
 from rl.run_dir.in_memory import make_again
 from rl.trainer.measure.parity import compare
 from rl.trainer.model import lora
@@ -327,6 +327,16 @@ def said(response: httpx.Response) -> dict:
 def continued(before: dict, after: dict) -> bool:
     known = [*before["prompt_token_ids"], *before["generation_token_ids"]]
     return after["prompt_token_ids"][: len(known)] == known
+
+
+def test_special_tokens_are_text_of_an_answer_with_tokens(servers):
+    """Regression: a user's own tags may be special tokens, and the environment did not see them."""
+    server = servers["tied"]
+    tokenizer = load_tokenizer(str(server.weights[0]))
+    tag = next(id for id in tokenizer.all_special_ids if id != tokenizer.eos_token_id)
+    more = {"logit_bias": {str(tag): 100}, "max_tokens": 2}
+    assert said(chat(server, [user("a")], **more))["content"] == tokenizer.decode([tag, tag])
+    assert not said(chat(server, [user("a")], skip_special_tokens=True, **more))["content"]
 
 
 def test_a_chat_continues_the_tokens_that_come_back(servers):

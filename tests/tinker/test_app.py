@@ -532,9 +532,6 @@ async def test_an_adapter_is_downloaded_at_an_address_that_only_its_signature_op
     save = {"model_id": model, "seq_id": 3, "path": "e", "ttl_seconds": 7200}
     saved = await client.call("save_weights_external", save)
     assert saved["path"] == f"tinker://{model}/external_weights/e"
-    await client.post("optim_step", step_of(model, 4))
-    again = await client.call("save_weights_external", save | {"seq_id": 5})
-    assert "exists: choose another name" in again["error"]
     named = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e"
     (listed,) = (await client.get("checkpoints"))["checkpoints"]
     assert listed["checkpoint_type"] == "external" and listed["expires_at"]

@@ -26,8 +26,9 @@ from rl.trainer.model import head
 from rl.trainer.model.attention import attention
 from rl.trainer.model.dither import dither
 from rl.trainer.model.head import score
+from rl.trainer.parallel.loading import load_rows
 from rl.trainer.train import loss_inputs, start
-from tests.families import CONFIGS
+from tests.families import CONFIGS, UNTIED
 from tests.trainer.device import on_cpu
 from tests.trainer.layouts import weights_of
 from tests.trainer.model.test_policy import policy, rows_of
@@ -154,6 +155,32 @@ def test_masters_of_a_run_in_bfloat16_begin_with_dither_and_those_of_a_checkpoin
     save_checkpoint(run_dir.checkpoints / "000001", 1, context.model, context.optimizer, world)
     for name, weight in weights_of(started(tmp_path, folder, world).context.model).items():
         assert weight.equal(file[name].float() * 2), name
+
+
+def other_files(folder, target, change):
+    """A copy of a model with other tensors in its file."""
+    shutil.copytree(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_tensors_that_no_part_of_the_model_uses_are_told(folder, world, tmp_path, monkeypatch):
+    """Regression: only the trainer's log had them."""
+    odd = other_files(folder, tmp_path / "odd", lambda t: t.update({"v.weight": torch.ones(2)}))
+    told = []
+    monkeypatch.setattr(Status, "warn", lambda _, warning: told.append(warning.text))
+    started(tmp_path, odd, world)
+    assert told == [f"{odd}: its model does not use v.weight, which no version will have"]
+
+
+def test_a_model_without_its_head_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    make_tiny_model(tmp_path / "whole", UNTIED)
+    headless = other_files(tmp_path / "whole", tmp_path / "x", lambda t: t.pop("lm_head.weight"))
+    monkeypatch.setattr("transformers.modeling_utils.convert_and_load_state_dict_in_model", None)
+    with pytest.raises(RunError, match=r"x: its files lack lm_head\.weight, which LlamaFor"):
+        load_rows(headless, None)
 
 
 @pytest.mark.parametrize(

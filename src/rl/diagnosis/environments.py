@@ -66,22 +66,24 @@ def played(
     if envs is None:
         names = (name.split("/") for name in numbers.names_of("orchestrator"))
         envs = [name[1] for name in names if name[0] == "rollouts" and name[2:] == ["finished"]]
-    summaries = {}
-    for env in envs if steps else ():
-        counts = dict.fromkeys(
-            ["finished", "trained", *(f"failed_{c}" for c in get_args(Cause))], 0
+
+    def count(env: str, name: str) -> int:
+        points = zip(*numbers.points("orchestrator", f"rollouts/{env}/{name}"), strict=True)
+        return int(sum(value for step, value in points if step >= steps[0]))
+
+    def is_newest(metric: str) -> bool:
+        return numbers.points("orchestrator", metric, 1)[0] == steps[-1:]
+
+    return {
+        env: EnvSummary(
+            count(env, "finished"),
+            count(env, "trained"),
+            +Counter({cause: count(env, f"failed_{cause}") for cause in get_args(Cause)}),
+            is_newest(f"env/{env}/quarantined"),
         )
-        points = {name: numbers.points("orchestrator", f"rollouts/{env}/{name}") for name in counts}
-        if steps[-1] not in points["finished"][0][-1:]:
-            continue
-        for name, (at, values) in points.items():
-            counts[name] = int(sum(v for s, v in zip(at, values, strict=True) if s >= steps[0]))
-        failed = Counter({cause: counts[f"failed_{cause}"] for cause in get_args(Cause)})
-        lost, _ = numbers.points("orchestrator", f"env/{env}/quarantined", 1)
-        summaries[env] = EnvSummary(
-            counts["finished"], counts["trained"], +failed, lost == [steps[-1]]
-        )
-    return summaries
+        for env in envs
+        if steps and is_newest(f"rollouts/{env}/finished")
+    }
 
 
 def step_texts(line: dict[str, Any]) -> list[str]:

@@ -225,7 +225,7 @@ class Rollouts(Sequence[StoredRollout]):
 
     def where(self, **wanted: Any) -> "Rollouts":
         """Selects rollouts by fields: a value, a list, set or range of alternatives, or for numbers
-        a pair (minimum, maximum), where None is unbounded. Raises RunError for an unknown field,
+        a tuple (minimum, maximum), where None is unbounded. Raises RunError for an unknown field,
         for text in place of a number, and for a word that no rollout of the run has."""
         matches = np.ones(len(self), bool)
         for name, value in wanted.items():
@@ -249,11 +249,6 @@ class Rollouts(Sequence[StoredRollout]):
         return np.isin(numbers, values)
 
     def _has_word(self, name: str, wanted: Any) -> np.ndarray:
-        if isinstance(wanted, tuple):
-            raise RunError(
-                f"{name} = {wanted!r}: a pair is the minimum and maximum of a number; give several "
-                "words as a list"
-            )
         words, column = alternatives(wanted), self._columns[name]
         codes = {word: self._index.words.codes.get(word, NONE) for word in words}
         present = set(np.unique(column).tolist())
@@ -308,7 +303,7 @@ class Rollouts(Sequence[StoredRollout]):
 
 def alternatives(wanted: Any) -> list[Any]:
     """A filter's value as a list."""
-    many = isinstance(wanted, (list, set, frozenset, range, np.ndarray))
+    many = isinstance(wanted, (list, tuple, set, frozenset, range, np.ndarray))
     return [*wanted] if many else [wanted]
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any, TypeVar
 
 from blake3 import blake3
 
-from rl.run_dir.files import CorruptFileError
+from rl.run_dir.files import CorruptFileError, reading
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -113,7 +113,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     the fault if the file is incomplete."""
     try:
         size = path.stat().st_size
-        with path.open("rb") as file:
+        with reading(path), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if MAX_HEADER_BYTES < length <= size - 8:
                 raise CorruptFileError(

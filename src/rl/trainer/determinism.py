@@ -61,8 +61,8 @@ def conditions(settings: TrainerConfig, world: World, mode: Mode) -> dict[str, A
 
 def bfloat16_instructions() -> str:
     """Returns this processor's bfloat16 product instructions, which differ in the order of sums;
-    empty if none."""
-    capabilities = torch.cpu.get_capabilities()
+    empty if none or if torch is older."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return " ".join(name for name in ("amx_bf16", "avx512_bf16") if capabilities.get(name))
 
 

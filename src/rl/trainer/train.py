@@ -437,8 +437,11 @@ def start(
     context.status = status
     model, step, digest = context.model, 0, ""
     if newest is None and model.unused:
-        text = f"{base}: {model.unused} are in its files, but no part of {type(model).__name__}"
-        status.warn(RunWarning("unused", "", f"{text}: they are neither trained nor published"))
+        text = f"{base}: its model does not use {model.unused}, which no version will have"
+        status.warn(RunWarning("unused", "", text))
+    if newest is None and (drafting := versions.drafting_layers(Path(base))):
+        text = f"{drafting}: layers that draft tokens are not trained, and versions say 0"
+        status.warn(RunWarning("unused", "", text))
     if settings.lora or (settings.loss.kl_coefficient and not settings.loss.kl_reference):
         digest = weights_digest(Path(base))
     if newest:
@@ -502,8 +505,6 @@ def load_context(config: RLConfig, world: World, base: str, is_new: bool) -> Tra
     if is_new and dtype == "bfloat16" and not settings.lora:
         dither(model, config.seed)
     reference = load_reference(config, base, model, world)
-    if world.is_main and config.batches_from in WRITING:
-        versions.say_what_is_left_out(Path(base))
     if world.device.type == "cuda":
         writes, offloads = config.batches_from in WRITING, settings.optim.offload
         checkpoint.require_host_memory(model, DTYPES[dtype], writes, offloads, world)

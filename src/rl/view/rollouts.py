@@ -130,18 +130,18 @@ def facet(rollouts: Rollouts, name: str) -> dict[str, int]:
 
 def filters_of(wanted: Wanted) -> dict[str, Any]:
     """The filters as arguments of `Rollouts.where`, without empty ones."""
-    bounds = {
+    filters = {
         "version" if wanted.kind == "eval" else "step": (wanted.begin, wanted.end),
         "reward": (wanted.lowest, wanted.highest),
         "num_tokens": (wanted.shortest, wanted.longest),
+        "task": wanted.task,
+        "group_id": wanted.group,
+        "env": wanted.env,
+        "outcome": wanted.outcome,
+        "why": wanted.why,
     }
-    values = {"task": wanted.task, "group_id": wanted.group}
-    words = {"env": wanted.env, "outcome": wanted.outcome, "why": wanted.why}
-    return {
-        **{name: word for name, word in words.items() if word},
-        **{name: value for name, value in values.items() if value is not None},
-        **{name: pair for name, pair in bounds.items() if pair != (None, None)},
-    }
+    empty = (None, "", (None, None))
+    return {name: value for name, value in filters.items() if value not in empty}
 
 
 def histogram_of(rollouts: Rollouts) -> Histogram | None:

@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -115,20 +116,24 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
     except (RunError, OSError) as error:
         config, state, why = None, "unreadable", " ".join(str(error).split())
     first, last = extent(run)
-    kind = config.kind if config else ""
+    kind, about = "", dict[str, Any]()
+    if config:
+        kind = config.kind
+        about = {
+            "model": visible(Path(config.model.name).name),
+            "environments": []
+            if kind == "sft"
+            else [visible(env.label) for env in config.orchestrator.environment],
+            "max_steps": 0 if kind == "serve" else config.max_steps,
+        }
     measure = "loss/mean" if kind in ("sft", "serve") else "reward/mean"
     values = (run.numbers.curve(measure) if measure == "loss/mean" else run.numbers.reward())[1]
     return RunRow(
         key=key,
         name=visible(run.root.name),
-        model=visible(Path(config.model.name).name) if config else "",
-        environments=[visible(env.label) for env in config.orchestrator.environment]
-        if config and kind != "sft"
-        else [],
         state=state,
         why=visible(why),
         step=run.step,
-        max_steps=config.max_steps if config and kind != "serve" else 0,
         reward=last_mean(values),
         rewards=stretches(values),
         measure=measure,
@@ -139,6 +144,7 @@ def run_row(key: str, run: Run, size: int, changed: float) -> RunRow:
         last_sign=last,
         changed=changed,
         bytes=size,
+        **about,
     )
 
 

@@ -73,7 +73,6 @@ def nameless(host, *_, find=socket.getaddrinfo, **__):
     ("check", "patch", "level", "said"),
     [
         ("versions", (metadata, "version", lambda name: "0.1"), "FAIL", "torch 0.1, required "),
-        ("cores", (os, "sched_getaffinity", lambda _: {3}), "warn", "1 cores"),
         (
             "memory",
             (machine, "memory_bytes", lambda: (4 << 30, 1 << 30)),
@@ -105,7 +104,6 @@ def nameless(host, *_, find=socket.getaddrinfo, **__):
             "FAIL",
             "100 files may be open at once",
         ),
-        ("open_files", (resource, "getrlimit", lambda _: (1024, 1024)), "warn", "raise it to 4096"),
         (
             "shared_memory",
             (shutil, "disk_usage", lambda _: Usage(1 << 30, 0, 64 << 20)),

@@ -199,12 +199,6 @@ def test_damaged_data_is_refused(tied_folder, tmp_path):
     prepare_data(config, str(tied_folder), lambda *_: None)
     file = config.run_dir.data / "train.arrow"
     whole = file.read_bytes()
-    file.write_bytes(whole[:-4])
-    with pytest.raises(
-        CorruptFileError,
-        match=r"train.arrow: missing or damaged .*; delete .*data to have it made again",
-    ):
-        FromExamples(config, config.run_dir.data)
     file.write_bytes(whole[:900] + bytes([whole[900] ^ 1]) + whole[901:])
     with pytest.raises(
         CorruptFileError, match=r"train.arrow: damaged; delete .*data to have it made again"

@@ -24,8 +24,7 @@ from rl.trainer.data.batch_sources import full_batch
 from rl.trainer.data.micro_batch import MicroBatch, micro_batch_tokens
 from rl.trainer.data.packing import Packed
 from rl.trainer.model.head import mode_of, score
-from rl.trainer.model.routes import CHOSEN
-from rl.trainer.parallel.experts import experts_of
+from rl.trainer.parallel.experts import experts_of, num_chosen
 from rl.trainer.parallel.sharding import finish_gradients
 from rl.trainer.parallel.world import World
 from rl.wire.messages import TrainBatch
@@ -110,7 +109,6 @@ class Work:
 def work_of(model: PreTrainedModel) -> Work:
     """Counts the weights of the layers, those of experts by the share that a token is sent to."""
     config = model.config.get_text_config()
-    chosen = next((getattr(config, key) for key in CHOSEN if getattr(config, key, None)), 1)
     embeddings = {
         weight
         for module in model.modules()
@@ -119,7 +117,7 @@ def work_of(model: PreTrainedModel) -> Work:
     }
     head = model.get_output_embeddings().weight
     shares = {
-        weight: chosen / len(weight)
+        weight: (num_chosen(config) or 1) / len(weight)
         for experts in experts_of(model).values()
         for weight in experts.parameters()
     }

@@ -85,6 +85,11 @@ class BlockPlan:
     group: int
 
 
+def is_unbranched(positions: np.ndarray) -> bool:
+    """Whether each token is its predecessor's child."""
+    return bool((np.diff(positions) == 1).all())
+
+
 def visible_keys(
     queries: np.ndarray, subtree_ends: np.ndarray, positions: np.ndarray, window: int | None
 ) -> np.ndarray:
@@ -240,13 +245,26 @@ class TreeMask:
         device = self.subtree_ends.device
         subtree_ends, positions = self.subtree_ends.cpu().numpy(), self.positions.cpu().numpy()
         queries = np.arange(len(positions)) if self.queries is None else self.queries.cpu().numpy()
-        blocks = []
+        # each with its keys, and whether its mask is a view of one triangle: in an unbranched
+        # block each query sees one key more than the query before it
+        cut: list[tuple[slice, np.ndarray, bool]] = []
+        height = width = 0
         for span in cut_blocks(queries, positions):
             keys = visible_keys(queries[span], subtree_ends, positions, window)
-            pair = (torch.from_numpy(array).to(device) for array in (queries[span], keys))
-            hidden = ~self._sees(*pair, window)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
-            blocks.append(Block(span, runs_of(keys), mask.masked_fill_(hidden, -torch.inf)))
+            plain = is_unbranched(positions[queries[span]]) and not (window and len(keys) >= window)
+            cut.append((span, keys, plain))
+            if plain:
+                height, width = max(height, span.stop - span.start), max(width, len(keys))
+        hidden = torch.ones(height, width, dtype=torch.bool, device=device).triu(width - height + 1)
+        triangle = additive(hidden, dtype)
+        blocks = []
+        for span, keys, plain in cut:
+            if plain:
+                mask = triangle[height - (span.stop - span.start) :, width - len(keys) :]
+            else:
+                pair = (torch.from_numpy(array).to(device) for array in (queries[span], keys))
+                mask = additive(~self._sees(*pair, window), dtype)
+            blocks.append(Block(span, runs_of(keys), mask))
         return blocks
 
     def flex(self, window: int | None) -> BlockMask:
@@ -256,6 +274,13 @@ class TreeMask:
                 self.subtree_ends, self.positions, self.queries, window
             )
         return self._flex[window]
+
+
+def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a mask to be added to scores: -inf where they are hidden, else 0."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+        hidden, -torch.inf
+    )
 
 
 def bundle_keys(whole: Tensor, bundle: Bundle) -> Tensor:

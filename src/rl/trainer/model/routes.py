@@ -10,7 +10,7 @@ the choice replaces. So a pass gives the same bits again with its own routes, an
 activations take the route of the first time, in compiled layers, too.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +19,7 @@ from transformers import PreTrainedModel
 
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.parallel.experts import experts_of
-
-CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-"""Config keys for the number of experts of a token."""
-
-
-class TopK(NamedTuple):
-    """What torch.topk returns."""
-
-    values: Tensor
-    indices: Tensor
+from rl.trainer.parallel.experts import experts_of, num_chosen
 
 
 class Choice(TorchFunctionMode):
@@ -57,7 +47,7 @@ class Choice(TorchFunctionMode):
         self.count += 1
         chosen = torch.where(route < 0, result[1], route)
         route.copy_(chosen)
-        return TopK(scores.gather(1, chosen), chosen)
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))
 
 
 class Routers:
@@ -78,9 +68,7 @@ class Routers:
         self.layers, self.experts = text.num_hidden_layers, list(named.values())
         self.numbers = [int(next(filter(str.isdecimal, name.split(".")))) for name in named]
         """The layer of each of `experts`."""
-        self.chosen = next(
-            (getattr(text, key) for key in CHOSEN if isinstance(getattr(text, key, None), int)), 0
-        )
+        self.chosen = num_chosen(text)
         self.count = self.experts[0].num_experts
         self.dtype = torch.uint8 if self.count <= 256 else torch.int16
         for name, experts in named.items():

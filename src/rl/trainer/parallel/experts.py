@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     EpDispatchExpertsParallel,
     replace_layer_number_by_wildcard,
@@ -34,6 +34,13 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if hasattr(module, "_is_expert_parallel")
     }
+
+
+def num_chosen(config: PreTrainedConfig) -> int:
+    """Returns the number of experts of a token; 0 if the config does not tell."""
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+    counts = (getattr(config, key, None) for key in keys)
+    return next((count for count in counts if isinstance(count, int)), 0)
 
 
 def check_experts(model: PreTrainedModel, world: World) -> None:

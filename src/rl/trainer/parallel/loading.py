@@ -130,11 +130,7 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
             if not isinstance(parameter, DTensor):
                 setattr(experts, leaf, reader.rows_of(experts, parameter))
     model.unused = few(report["unexpected_keys"])
-    if missing := few(report["missing_keys"]):
-        raise RunError(
-            f"{folder}: its files lack {missing}, which {type(model).__name__} needs; are they "
-            "complete, and of this model?"
-        )
+    refuse_missing(model, report["missing_keys"])
     if reader.whole and world and world.is_main:
         size = sum(parameter.nbytes for parameter in model.parameters()) / 2**30
         print(
@@ -148,6 +144,15 @@ def few(names: Collection[str]) -> str:
     """Returns the first five names in their order, and how many others there are."""
     others = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(sorted(names)[:5]) + others
+
+
+def refuse_missing(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Raises RunError for tensors that the files of a model lack, if there are any."""
+    if names:
+        raise RunError(
+            f"{model.name_or_path}: its files lack {few(names)}, which {type(model).__name__} "
+            "needs; are they complete, and of this model?"
+        )
 
 
 class Reader:
@@ -200,11 +205,13 @@ class Reader:
 
     def place_rows(self, model: PreTrainedModel, slices: dict[str, Any], rules: list[Any]) -> None:
         """Replaces matrices of the model (on the meta device) that a file stores as such by
-        DTensors: transformers reads their rows."""
+        DTensors: transformers reads their rows. Raises RunError if the files lack the head."""
         rules = copy.deepcopy(rules)  # some remember what they have seen
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         state, parameters = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
+        head, known = model.get_output_embeddings(), set[str]()
+        of_head = {name for name in parameters if head and parameters[name] is head.weight}
         stacked: dict[str, list[list[int]]] = defaultdict(list)
         mixed = len({stored.get_dtype() for stored in slices.values()}) > 1
         for key in sorted(slices, key=dot_natural_key):
@@ -212,6 +219,7 @@ class Reader:
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
             if name not in state and key in state:
                 name, pattern = rename_source_key(key, [], [], prefix, state)
+            known.add(name)
             if name not in parameters:
                 continue
             module, parameter = model.get_submodule(name.rpartition(".")[0]), parameters[name]
@@ -222,6 +230,8 @@ class Reader:
                     self.place(module, name, parameter)
             elif list(parameter.shape) == shape:
                 self.place(module, name, parameter, mixed and slices[key].get_dtype() == "F32")
+        if not model.config.get_text_config().tie_word_embeddings and known.isdisjoint(of_head):
+            refuse_missing(model, of_head)
 
     def place(
         self, module: nn.Module, name: str, parameter: nn.Parameter, in_float32: bool = False

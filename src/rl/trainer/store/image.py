@@ -358,11 +358,16 @@ class Image:
                 return torch.frombuffer(memory, dtype=torch.uint8)
         return torch.empty(self.size, dtype=torch.uint8)
 
+    def data(self, first: int, end: int) -> Tensor:
+        """Returns the bytes first..end of the version in this memory, counted from the first byte
+        of the first tensor."""
+        assert self.memory is not None
+        return self.memory[self.start + first : self.start + end]
+
     def bytes_of(self, tensor: VersionTensor, first: int = 0, end: int | None = None) -> Tensor:
         """Returns the bytes first..end of a tensor in this memory."""
-        assert self.memory is not None
-        start = self.start + tensor.start
-        return self.memory[start + first : start + (tensor.size if end is None else end)]
+        last = tensor.size if end is None else end
+        return self.data(tensor.start + first, tensor.start + last)
 
     @torch.no_grad()
     def fill(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -403,13 +408,12 @@ class Image:
         all else of a version, beside the sampling of the next batch: of 270 MB 0.6 s of a processor
         on a virtual machine, past the cache 0.05.
         """
-        assert self.memory is not None
-        data = len(header(self.tensors))
+        start = len(header(self.tensors))
         try:
             with path.open("r+b", buffering=0) as file:
                 for first, end in ranges(self.slices):
-                    memory = self.memory[self.start + first : self.start + end].numpy()
-                    write_pages(file.fileno(), memoryview(memory), data + first, past_cache)
+                    data = memoryview(self.data(first, end).numpy())
+                    write_pages(file.fileno(), data, start + first, past_cache)
                 if self.ranks.first_here:
                     os.fsync(file.fileno())  # on rank 0's host its own fsync, later, covers this
         except OSError as error:
@@ -481,11 +485,8 @@ class LastVersion:
 
     def keep(self, number: int, image: Image) -> None:
         """Copies a version."""
-        self.parts = self.parts or {
-            part: np.empty(part[1] - part[0], np.uint8) for part in parts(image)
-        }
-        for part, old in self.parts.items():
-            np.copyto(old, bytes_of(image, part))
+        self.parts = {}  # frees the version before
+        self.parts = {part: image.data(*part).numpy().copy() for part in parts(image)}
         self.number = number
 
     def write(self, image: Image, folder: Path) -> tuple[str, list[tuple[int, int, int]]]:
@@ -512,7 +513,7 @@ class LastVersion:
 
     def _changes(self, image: Image, part: tuple[int, int]) -> bytes:
         """Returns the frame of a part, which becomes that of the new version."""
-        new, old = bytes_of(image, part), self.parts[part]
+        new, old = image.data(*part).numpy(), self.parts[part]
         np.bitwise_xor(old, new, out=old)
         frame = ZstdCompressor(level=LEVEL).compress(old)
         np.copyto(old, new)
@@ -525,10 +526,3 @@ def parts(image: Image) -> Iterator[tuple[int, int]]:
     for first, end in ranges(image.slices):
         for start in range(first, end, FRAME_BYTES):
             yield start, min(start + FRAME_BYTES, end)
-
-
-def bytes_of(image: Image, part: tuple[int, int]) -> np.ndarray:
-    """Returns a range of a version's bytes in its memory."""
-    assert image.memory is not None
-    first, end = part
-    return image.memory[image.start + first : image.start + end].numpy()

@@ -228,17 +228,13 @@ DRAFTING = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers
 has them: those of the base would draft for another model."""
 
 
-def say_what_is_left_out(base: Path) -> None:
-    """Prints that versions have no layers that draft tokens, if the base model has some."""
+def drafting_layers(base: Path) -> str:
+    """Returns the settings of a model's config that count layers which draft tokens, as `NAME =
+    NUMBER`; empty if it has none."""
     config = json.loads((base / "config.json").read_text())
-    for part in (config, config.get("text_config", {})):
-        for key in sorted(DRAFTING & part.keys()):
-            if part[key]:
-                print(
-                    f"{key} = {part[key]}: these layers, which draft tokens for speculative "
-                    "decoding, are not trained; versions have none of them, and 0 in config.json",
-                    flush=True,
-                )
+    fields = config | config.get("text_config", {})
+    counts = {key: fields[key] for key in sorted(DRAFTING & fields.keys())}
+    return ", ".join(f"{key} = {count}" for key, count in counts.items() if count)
 
 
 def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
