@@ -121,6 +121,9 @@ class RendererConfig(Settings):
     enable_thinking: bool | None = None
     """Value of `enable_thinking` for chat templates with that switch. Default: the template's
     own."""
+    special_tokens_in_text: bool = False
+    """Whether a special token of the chat template that a user's or a tool's message spells is
+    that token. By default it is text, which can neither end the message nor forge a turn."""
 
 
 LENGTH = 2048

@@ -28,7 +28,7 @@ from rl.run_dir.metrics import is_number
 from rl.run_dir.paths import PENDING_LOG, RunDir, numbered
 from rl.system.errors import RunError
 from rl.wire.batch_file import sound_rollouts
-from rl.wire.pending import waiting_lines
+from rl.wire.rollouts import waiting_lines
 
 Columns = dict[str, np.ndarray]
 """Arrays of one length: those of DTYPES, then environment metrics as float64."""
