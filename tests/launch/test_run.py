@@ -161,6 +161,16 @@ def rl(tmp_path, classic_home):
         yield run
 
 
+def test_a_shorter_length_that_the_model_has_is_said(rl):
+    shorten = """
+config.model.max_model_len = 1024
+from rl.config.command_line import write_config
+write_config(root / "config.toml", config)
+"""
+    code, out, _ = rl(model=shorten)
+    assert code == 0 and out.count("max_model_len = 1024: the longest sequence of this model") == 1
+
+
 @pytest.mark.parametrize(("kind", "head"), [("early", ""), ("doubtful", "warning: ")])
 def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
     end = (
