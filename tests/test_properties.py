@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rl.config.command_line import build, from_toml, parse_args, to_toml
-from rl.orchestrator.groups.pending import PendingLog
+from rl.orchestrator.batches.batch_files import PendingLog
 from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_record
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.system.errors import ConfigError
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from rl.wire.pending import ENCODER
-from rl.wire.rollouts import Group, Rollout, Turn
+from rl.wire.rollouts import ENCODER, Group, Rollout, Turn
+from tests.wire.samples import aligned_sample
 
 FEW = settings(
     derandomize=True,
@@ -47,7 +47,7 @@ def samples(draw):
         return draw(st.lists(st.floats(allow_nan=False), min_size=length, max_size=length))
 
     cut = draw(st.integers(0, sum(mask)))
-    return TrainingSample.of(
+    return aligned_sample(
         token_ids=draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
         loss_mask=mask,
         logprobs=floats(),

@@ -13,7 +13,6 @@ from rl.commands.evaluate import (
     eval_part,
     evaluations_only,
     finished_report,
-    num_examples,
     write_report,
 )
 from rl.commands.options import PolicySource
@@ -74,18 +73,6 @@ def test_what_is_evaluated():
         (one.id, one.samples)
         for one in evaluations_only(config, None, None, quick=False).orchestrator.eval
     ] == [("y", 4)]
-
-
-def test_how_many_examples():
-    for asked, size, expected in ((-1, 7, 7), (3, 7, 3), (3, None, 3), (9, 7, 7)):
-        assert num_examples(EvalConfig(id="e", num_examples=asked), size) == expected
-    for entry, size, said in (
-        (EvalConfig(id="e"), None, "endless"),
-        (EvalConfig(id="e"), 0, "no examples"),
-        (EvalConfig(id="e", num_examples=0), 7, "leaves nothing to play"),
-    ):
-        with pytest.raises(RunError, match=said):
-            num_examples(entry, size)
 
 
 def test_two_policies_side_by_side(tmp_path, capsys):

@@ -9,8 +9,7 @@ from rl.commands import show
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import write_rollouts
-from rl.wire.pending import encoded
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, encoded
 from tests import jsonl
 from tests.commands.driver import called
 from tests.diagnosis import test_rollouts

@@ -148,6 +148,15 @@ def test_switches_and_resume():
         ]
 
 
+def test_a_dry_run_names_the_data_sets_that_only_the_start_looks_for(capsys, tmp_path):
+    (tmp_path / "rows [1].jsonl").touch()
+    names = ["--sft.dataset", f"{tmp_path}/rows [1].jsonl", "--sft.validation", "owner/name"]
+    with pytest.raises(SystemExit):
+        load_config_or_exit([*names, "--dry-run"], "rl sft", variables={})
+    told = "not on this machine; only the start looks for it elsewhere"
+    assert capsys.readouterr().err == f"rl sft: sft.validation = owner/name: {told}\n"
+
+
 def test_a_switch_that_a_command_has_not_is_a_fault(capsys):
     for args in (["--resume"], ["--clean"], ["--quick"]):
         with pytest.raises(SystemExit) as end:

@@ -9,7 +9,7 @@ import pytest
 
 from rl.commands.doctor.main import damaged_files
 from rl.launch.repair import repair
-from rl.orchestrator.groups.pending import PendingLog
+from rl.orchestrator.batches.batch_files import PendingLog
 from rl.run_dir.checksums import checksum
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.metrics import MetricsLog, read_metrics

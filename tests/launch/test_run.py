@@ -161,6 +161,16 @@ def rl(tmp_path, classic_home):
         yield run
 
 
+def test_a_shorter_length_that_the_model_has_is_said(rl):
+    shorten = """
+config.model.max_model_len = 1024
+from rl.config.command_line import write_config
+write_config(root / "config.toml", config)
+"""
+    code, out, _ = rl(model=shorten)
+    assert code == 0 and out.count("max_model_len = 1024: the longest sequence of this model") == 1
+
+
 @pytest.mark.parametrize(("kind", "head"), [("early", ""), ("doubtful", "warning: ")])
 def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
     end = (
@@ -171,7 +181,7 @@ def test_why_a_run_ended_before_its_last_step_is_said(rl, kind, head):
     code, out, err = rl("--max_steps 5", orchestrator=writes_it, trainer="")
     said = f"{head}the run ended at step 0 of 5: solved"
     assert (code, err) == (0, "") and sum(line.startswith(said) for line in out.splitlines()) == 1
-    (event,) = (event for event in read_events(rl.run_dir.spans) if event.event == "end")
+    (event,) = (event for event in read_events(rl.run_dir.events) if event.event == "end")
     assert (event.process, event.reason) == ("rl", "the run ended at step 0 of 5: solved")
 
 
@@ -204,7 +214,7 @@ def test_who_has_lost_the_run_judges_no_death(rl, code):
     until(
         lambda: [
             event
-            for event in read_events(rl.run_dir.spans)
+            for event in read_events(rl.run_dir.events)
             if (event.event, event.process) == ("start", "trainer")
         ],
         60,
@@ -212,7 +222,7 @@ def test_who_has_lost_the_run_judges_no_death(rl, code):
     rl.lose()
     _, err = process.communicate(timeout=120)
     assert process.returncode == 3 and "has taken over as rl of this run" in err
-    assert not {event.event for event in read_events(rl.run_dir.spans)} & {
+    assert not {event.event for event in read_events(rl.run_dir.events)} & {
         "death",
         "give_up",
         "stop",
@@ -389,7 +399,7 @@ def test_a_signal_stops_everything_and_says_how_to_resume(rl, phase, signum, exp
     assert f"{signum.name}: stopping" in err and "resume with: rl " in err
     assert rl.nobody_left() and not list(rl.root.glob("status/*.json"))
     assert (
-        '"event":"stop","process":"rl"' in (said := rl.run_dir.spans.read_text().splitlines()[-1])
+        '"event":"stop","process":"rl"' in (said := rl.run_dir.events.read_text().splitlines()[-1])
         and signum.name in said
     )
     found = diagnose(rl.run_dir, from_toml(rl.run_dir.config))
@@ -457,7 +467,8 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/disk/status/trainer.json")
 
     closed = []
-    watch = Broken(console=SimpleNamespace(close=lambda: None), close=closed.append, cleaned=None)
+    console = SimpleNamespace(close=lambda: None, shown=0)
+    watch = Broken(console=console, close=closed.append, cleaned=None)
     monkeypatch.setattr("rl.launch.run.RunLoop", lambda *_: watch)
     run_dir = RunDir(tmp_path, tmp_path / "weights")
     run_dir.batch(1).parent.mkdir()

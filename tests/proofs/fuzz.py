@@ -25,10 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.batches.batch_files import decode_state
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.batch_files import PendingLog, decode_state
+from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.workers.pool_worker import ANSWERS
 from rl.run_dir.checksums import DIGESTS, MANIFEST, read_digests, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, encode_record
@@ -42,11 +41,12 @@ from rl.system.errors import ConfigError, RunError
 from rl.wire import messages
 from rl.wire.batch_file import decode_batch, encode_batch
 from rl.wire.inference_client import InferenceLostError, read
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
 from rl.wire.transport import REPLIES, REQUESTS, UNREADABLE
 from rl.wire.turns import Turns, pack_ids
 from rl.wire.worker_messages import Description, Heartbeat, LoadFailed, Played, Ready
+from tests.wire.samples import aligned_sample
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 ENCODER = msgspec.msgpack.Encoder()
@@ -74,7 +74,7 @@ ROLLOUT = Rollout(
     stop="done",
 )
 GROUP = Group(group_id=7, env="e", task=1, rollouts=[ROLLOUT, ROLLOUT], advantages=[0.5, -0.5])
-SAMPLE = TrainingSample.of(
+SAMPLE = aligned_sample(
     token_ids=[1, 2, 3],
     loss_mask=[False, True, True],
     logprobs=[0.0, -0.5, -1.5],

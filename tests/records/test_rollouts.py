@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
+from rl.orchestrator.batches.batch_files import PendingLog
 from rl.orchestrator.groups.group_credit import credit_group
-from rl.orchestrator.groups.pending import PendingLog
 from rl.records import index
 from rl.records.run import Run
 from rl.run_dir.files import write_file

@@ -8,7 +8,7 @@ from pathlib import Path
 from rl.config.environment_id import check_installed, comes_with_verifiers, module_name
 from rl.envs.environment import Environment, v1_exports
 from rl.envs.policy import Policy
-from rl.homes.home import VERIFIERS, Api
+from rl.homes.needs import VERIFIERS, Api
 from rl.system.errors import RunError
 from rl.system.functions import Blame
 from rl.wire.worker_messages import EnvSpec, WorkerSetup

@@ -5,9 +5,6 @@
 <root>/requests/NAME-KEY/      home, a link to the newest that was made for a request; lock, held
                                while it is made; log, uv's output; a private package's source
 <run>/environments/NAME.txt    the Home of a run's environment: requirements below a header
-
-WORKER has the packages that a home needs besides its environment, VERIFIERS the supported versions
-of verifiers.
 """
 
 import hashlib
@@ -17,7 +14,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Literal
 from urllib.request import url2pathname
 
 import msgspec
@@ -26,36 +22,9 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from rl.config.environment_id import homes_root, module_name, short_name, unversioned
+from rl.homes.needs import Api
 from rl.run_dir.files import temporary_name
 from rl.system.errors import RunError
-
-Api = Literal["classic", "v1"]
-WORKER = (
-    "aiohttp>=3.10",
-    "anyio>=4.5",
-    "datasets>=3.0",
-    "httpx>=0.28",
-    "huggingface-hub>=0.30",
-    "jinja2>=3.1",
-    "mcp>=1.24",
-    "msgspec>=0.19",
-    "openai>=2.9",
-    "pydantic>=2.11",
-    "pyzmq>=26",
-    "renderers>=0.1.10,<0.2",
-    "sentencepiece>=0.2",
-    "transformers>=4.56,<6",
-    "uvloop>=0.21",
-)
-"""The packages that `rl.envs` and the modules it imports are written for."""
-NO_CLASSIC = "0.4"
-"""The first version of verifiers without a classic API."""
-VERIFIERS: dict[Api, str] = {
-    "classic": f"verifiers>=0.3.1,<{NO_CLASSIC}",
-    "v1": "verifiers>=0.3.1,<0.5",
-}
-"""The supported versions of verifiers, by API."""
-
 
 HUB_VARIABLE = "RL_ENVIRONMENTS_HUB"
 HUB = "https://api.primeintellect.ai/api/v1/environmentshub"

@@ -25,16 +25,8 @@ from packaging.specifiers import SpecifierSet
 
 from rl.config.environment_id import Source, homes_root, module_name, module_place, read_id
 from rl.homes import home as homes
-from rl.homes.home import (
-    HUB_VARIABLE,
-    NO_CLASSIC,
-    VERIFIERS,
-    WORKER,
-    Home,
-    hub_url,
-    site_packages,
-    version_of,
-)
+from rl.homes.home import HUB_VARIABLE, Home, hub_url, site_packages, version_of
+from rl.homes.needs import NO_CLASSIC, VERIFIERS, WORKER
 from rl.homes.request import Request, is_package, package_name
 from rl.homes.uv import Job, NetworkError, Say, UvError, last_lines
 from rl.run_dir.access_token import hides_keys

@@ -8,17 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from rl.config.environment_id import Source, module_name, module_place
-from rl.homes.home import (
-    NO_CLASSIC,
-    VERIFIERS,
-    WORKER,
-    Api,
-    digest,
-    hub_url,
-    link_of,
-    name_of,
-    site_packages,
-)
+from rl.homes.home import digest, hub_url, link_of, name_of, site_packages
+from rl.homes.needs import NO_CLASSIC, VERIFIERS, WORKER, Api
 from rl.system.errors import RunError
 
 FORMAT = 1

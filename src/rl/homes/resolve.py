@@ -10,8 +10,9 @@ from packaging.specifiers import SpecifierSet
 from rl.config.environment_id import id_faults, read_id
 from rl.config.orchestrator import EnvSource
 from rl.config.run import RLConfig
-from rl.homes.home import VERIFIERS, Home, difference, digest, read, read_records, text_of
+from rl.homes.home import Home, difference, digest, read, read_records, text_of
 from rl.homes.make import ensure
+from rl.homes.needs import VERIFIERS
 from rl.homes.request import Request, files_of
 from rl.homes.uv import Say
 from rl.run_dir.files import write_file

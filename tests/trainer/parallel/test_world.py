@@ -50,13 +50,15 @@ def test_a_rank_that_never_comes_is_named_soon_and_at_the_deadline(
     assert "waited 1 s for the other 1; ranks [1] did not appear" in capsys.readouterr().out
 
 
-def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch):
+def test_a_meeting_point_that_nobody_reaches(environment, monkeypatch, capsys):
+    monkeypatch.setattr(world, "TELL_S", 1.0)
     monkeypatch.setenv("RANK", "1")
     with run_error(
         r"rank 1 on .* cannot reach the ranks' rendezvous 127.0.0.1:\d+ within 2 s "
         r".*--rdzv-endpoint"
     ):
         start_world(use_gpus=False, timeout_s=600, start_timeout_s=2)
+    assert "cannot reach the ranks' rendezvous" in capsys.readouterr().out
 
 
 def outer_address() -> tuple[str, str]:

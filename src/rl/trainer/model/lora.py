@@ -287,10 +287,13 @@ def name_in_file(name: str) -> str:
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"
 
 
-def write_config(folder: Path, model: PreTrainedModel, base: Path | str) -> None:
+def write_config(
+    folder: Path, model: PreTrainedModel, base: Path | str, rank: int | None = None
+) -> None:
     """Writes adapter_config.json, as peft does. `base`: the base model's folder, or its name on
-    the hub."""
+    the hub. `rank`: if it is not the model's."""
     config = copy.copy(model.peft_config[ADAPTER])  # type: ignore[attr-defined, operator]
+    config.r = rank or config.r
     config.base_model_name_or_path, config.inference_mode = str(base), True
     # it is a set, whose order differs between processes
     config.target_modules = sorted(config.target_modules)

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -104,15 +105,22 @@ def join_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     hosts_it = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline, timeout = time.monotonic() + timeout_s, timedelta(seconds=timeout_s)
     options = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    fault = (
+        f"rank {rank} on {socket.gethostname()} cannot reach the ranks' rendezvous {host}:{port} "
+        f"within {{:.0f}} s{{}}; give torchrun --rdzv-endpoint and --local-addr addresses that "
+        "every node can reach"
+    )
+    # torch says nothing before the end
+    text = f"trainer: {fault.format(TELL_S, '')}"
+    teller = threading.Timer(TELL_S, print, [text], {"flush": True})
+    teller.start()
     try:
         store = dist.TCPStore(host, port, is_master=hosts_it, **options)
     except dist.DistError as error:
-        raise RunError(
-            f"rank {rank} on {socket.gethostname()} cannot reach the ranks' rendezvous "
-            f"{host}:{port} within {timeout_s:.0f} s "
-            f"({str(error).splitlines()[0]}); give torchrun --rdzv-endpoint and --local-addr "
-            "addresses that every node can reach"
-        ) from None
+        why = f" ({str(error).splitlines()[0]})"
+        raise RunError(fault.format(timeout_s, why)) from None
+    finally:
+        teller.cancel()
     here = Rendezvous(store, rank, size, deadline)
     addresses = here.exchange("address", address_towards(host))
     if not all(map(is_loopback, addresses)):
