@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rl.inference.server import common_environment, confuses_states, cpu_defaults, cpu_environment
+from rl.inference.engine_args import common_environment, cpu_environment
+from rl.inference.server import confuses_states, cpu_defaults
 
 LENGTHS = (5, 40, 200)
 """Tokens of the prompts."""
@@ -78,7 +79,8 @@ def sample(llm: Any, folder: Path) -> None:
     from vllm import SamplingParams
 
     from rl.wire.batch_file import write_batch
-    from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+    from rl.wire.messages import TrainBatch, TrainedSpan, TrainingSample
+    from rl.wire.turns import pack_ids, pack_logprobs
 
     prompts = [
         [3 + place % (LEAST_VOCABULARY - 3) for place in range(length)] for length in LENGTHS
@@ -102,12 +104,10 @@ def sample(llm: Any, folder: Path) -> None:
                 for step, token in zip(output.outputs[0].logprobs or [], answer, strict=True)
             ]
             samples.append(
-                TrainingSample.of(
-                    token_ids=ids + answer,
-                    loss_mask=[False] * len(ids) + [True] * len(answer),
-                    logprobs=[0.0] * len(ids) + logprobs,
-                    advantages=[0.0] * (len(ids) + len(answer)),
-                    policy_versions=[VersionSpan(0, len(answer))],
+                TrainingSample(
+                    packed_ids=pack_ids(ids + answer),
+                    spans=[TrainedSpan(len(ids), len(ids + answer), 0, advantage=0.0)],
+                    packed_logprobs=pack_logprobs(logprobs),
                     env="parity",
                     group_id=len(samples),
                     rollout_id=0,

@@ -6,7 +6,6 @@ from itertools import islice
 import pytest
 
 from rl.commands.collect import Collection, jobs_left, only_writer, read_present, task_order
-from rl.commands.play_session import task_count
 from rl.config.command_line import build, parse_args
 from rl.config.kinds import SftConfig
 from rl.orchestrator.recorded.lines import parse
@@ -42,16 +41,6 @@ def test_only_what_is_missing_is_played():
     ready = {"a": Ready(num_train=None, num_eval=0)}
     jobs = jobs_left(config, ready, {("a", 0): {0, 1}, ("a", 1): {1}}, values)
     assert [(job.env, job.task, job.num_episodes) for job in jobs] == [("a", 1, 1), ("a", 2, 2)]
-
-
-def test_max_samples_bounds_an_environment():
-    assert [task_count(*pair) for pair in ((-1, 7), (3, 7), (9, 7), (3, None), (-1, None))] == [
-        7,
-        3,
-        7,
-        3,
-        None,
-    ]
 
 
 def test_a_line_that_was_not_finished_is_cut_with_its_episode(tmp_path):
@@ -127,7 +116,8 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
         "good",
         1.0,
         "finished",
-    ) and "turns" not in lines[0]
+    )
+    assert "turns" not in lines[0]
 
 
 def test_lines_say_which_agents_are_not_trained(tmp_path):
@@ -164,8 +154,6 @@ def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
         0.7,
         [3],
     )
-    assert (
-        first.turns[0].policy_versions[0].num_tokens == 1
-        and failed.error == "broken"
-        and failed.reward is None
-    )
+    assert first.turns[0].policy_versions[0].num_tokens == 1
+    assert failed.error == "broken"
+    assert failed.reward is None

@@ -15,8 +15,7 @@ from rl.diagnosis.rollouts import (
 from rl.run_dir.files import CorruptFileError, append_file, write_file
 from rl.run_dir.paths import RunDir
 from rl.wire.batch_file import sound_rollouts, sum_path, write_rollouts
-from rl.wire.pending import encoded
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, encoded
 from tests import jsonl
 from tests.orchestrator.made import turn
 
@@ -83,8 +82,8 @@ def test_a_damaged_file_costs_itself_alone(run):
     damaged: list[str] = []
     assert groups(run, damaged=damaged) == [5, 6, 1]
     assert damaged == [
-        f"{run.rollouts(2)}: damaged, its checksum does not match; move it away to continue "
-        "without it",
+        f"{run.rollouts(2)}: damaged, its checksum does not match; move it and "
+        "000002.sha256 away to continue without it",
         f"{run.rollouts(1)}:2: not a rollout: it needs messages and a reward",
     ]
     run.rollouts(1).write_bytes(b"{\n")
@@ -146,11 +145,9 @@ def test_a_rollout_in_words():
 def test_a_conversation_in_short_is_about_a_screen():
     turns = [{"role": "tool", "content": f"{i} " + "long\n" * 5000} for i in range(40)]
     said = messages_text(turns, is_short=True).splitlines()
-    assert (
-        said[0] == "tool: 0 long"
-        and "[... 30 messages ...]" in said
-        and any(line.startswith("tool: 39 ") for line in said)
-    )
+    assert said[0] == "tool: 0 long"
+    assert "[... 30 messages ...]" in said
+    assert any(line.startswith("tool: 39 ") for line in said)
     assert len(said) <= 80 and sum(map(len, said)) < 5000
     assert messages_text(turns[:1], is_short=True).count("\n") == 60
 

@@ -382,7 +382,7 @@ def test_replies_without_tokens(tmp_path):
         replying(says("5")),
     )
     full = play(tmp_path, replying(says(""), incomplete="max_output_tokens", reward=0.0))
-    assert (full.turns, full.overlong, full.truncated) == ([], True, True)
+    assert (len(full.turns), full.overlong, full.truncated) == (0, True, True)
     later = play(
         tmp_path,
         replying(says("a", **tokens([1], [2])), says(""), incomplete="max_output_tokens"),
@@ -463,7 +463,7 @@ def test_an_agent_that_asks_some_of_several_servers_has_the_versions_of_those(
 def test_a_gym_in_front_of_an_endpoint_is_played_without_tokens(tmp_path):
     other = policy(endpoint=Endpoint(base_url="http://elsewhere/v1", model="m"))
     rollout = play(tmp_path, replying(says("5"), returns_tokens=False), with_policy=other)
-    assert (rollout.turns, rollout.num_tokens, rollout.reward) == ([], 7, 1.0)
+    assert (len(rollout.turns), rollout.num_tokens, rollout.reward) == (0, 7, 1.0)
 
 
 def test_splits_and_tasks(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import sys
 import time
+import types
 from importlib.metadata import version
 from pathlib import Path
 
@@ -268,13 +269,21 @@ def test_a_prompt_that_the_template_cannot_show_is_the_environment_s_fault():
 
 def test_a_prompt_without_room_ends_the_talk_and_is_no_error():
     [[at_once]] = play(load("v1-echo", StubPolicy(max_model_len=10)))
-    assert at_once.overlong and at_once.truncated and not at_once.error and at_once.turns == []
+    assert at_once.overlong and at_once.truncated and not at_once.error and not at_once.turns
     assert at_once.messages == [{"role": "user", "content": "say 0"}]
     [[later]] = play(load("v1-guess", StubPolicy(lambda prompt: "x" * 20, max_model_len=100)))
     assert later.overlong
     assert len(later.turns) == 1
     assert not later.error
     assert later.stop == "context_length"
+
+
+def test_a_task_with_an_object_that_json_does_not_have_is_shown_all_the_same():
+    """`rl eval` and `rl env` ask for tasks: an error there would end the worker."""
+    env = load("v1-echo", args={"num": 1})
+    data = env.tasks["train"][0].data.model_copy(update={"answer": len})
+    env.tasks["train"] = [types.SimpleNamespace(data=data)]
+    assert env.task("train", 0)["answer"] == "<built-in function len>"
 
 
 def test_splits():
@@ -531,6 +540,6 @@ def test_any_endpoint_can_be_evaluated():
         return rollout
 
     rollout = asyncio.run(play_there())
-    assert (rollout.turns, rollout.reward) == ([], 1.0)
+    assert (len(rollout.turns), rollout.reward) == (0, 1.0)
     assert rollout.completion_tokens == rollout.num_tokens == 2
     assert asked[0].items() >= {"temperature": 1.0, "max_tokens": 64, "model": "m"}.items()

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl.inference.adapter import check_adapter, read_adapter
-from rl.inference.weight_files import read_tensors, trained_names
+from rl.inference.weight_files import check_adapter, read_adapter, read_tensors, trained_names
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RunError
 from tests.families import CONFIGS, WIDE, make_old_model, make_seeing_model
 from tests.inference.servers import HELD, Server, assert_logprobs, start_server, until_ended
+from tests.raised import run_error
 from tests.waiting import until
 
 TOLERANCE = 1e-4  # nats; fp32
@@ -216,7 +215,7 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
     from safetensors.torch import load_file
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from rl.inference.adapter import merge
+    from rl.inference.weight_files import merge
 
     gpt2 = GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=1, n_positions=64)
@@ -251,7 +250,7 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
             == {f"{layer}.weight" for layer in read.layers}
             != set()
         )
-    with pytest.raises(RunError, match="is not in the model"):
+    with run_error("is not in the model"):
         check_adapter(read, tmp_path / "gpt2", {})
 
 
@@ -261,7 +260,7 @@ def test_adapters_of_experts_are_merged_as_peft_merges_them(family, tmp_path):
     from peft import AutoPeftModelForCausalLM
     from safetensors.torch import load_file
 
-    from rl.inference.adapter import merge
+    from rl.inference.weight_files import merge
 
     base = make_tiny_model(tmp_path / "base", CONFIGS[family])
     stacked = {
@@ -288,5 +287,5 @@ def test_adapters_of_experts_are_merged_as_peft_merges_them(family, tmp_path):
     }
     tensors = read_tensors(base)
     fewer = {name: tensors[name] for name in tensors if "layers.1.mlp" not in name}
-    with pytest.raises(RunError, match="has no experts' matrix for an update"):
+    with run_error("has no experts' matrix for an update"):
         check_adapter(read, base, fewer)

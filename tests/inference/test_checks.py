@@ -35,8 +35,7 @@ from rl.run_dir.in_memory import OverNetwork
 from rl.run_dir.safetensors import HASH, TensorEntry, digest
 from rl.system.errors import ConfigError, RunError
 from rl.trainer.store import versions
-from rl.wire.balance import Balancer
-from rl.wire.inference_client import LoadedVersion
+from rl.wire.inference_client import Balancer, LoadedVersion
 from rl.wire.messages import WeightVersion
 from tests import steady
 from tests.families import make_old_model, make_seeing_model
@@ -321,7 +320,7 @@ def test_a_file_system_that_hangs_ends_the_server_instead_of_the_run(tmp_path):
     engine = VersionedEngine.__new__(VersionedEngine)
     engine.policy_version, engine.content, engine.read_timeout_s = 0, "", 0.3
     engine.load_lock, engine.mirror = asyncio.Lock(), Mirror()
-    engine.check_fit = lambda folder: None
+    engine.check = lambda folder, content: None
     engine.model_config = SimpleNamespace(max_model_len=9)
 
     asked = []

@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 from rl.inference.engine import engine_of
-from rl.wire.balance import Balancer
+from rl.wire.inference_client import Balancer
 
 
 def test_a_session_stays_with_its_engine_and_new_ones_go_where_least_is_open():

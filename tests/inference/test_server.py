@@ -24,7 +24,7 @@ from rl.envs.policy import Conversation, Policy
 from rl.models.chat import assistant_message
 from rl.models.tiny import make_tiny_model
 from rl.models.tokenizer import load_tokenizer
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.contents import group_samples
 from rl.run_dir.in_memory import make_again
 from rl.trainer.measure.parity import compare
 from rl.trainer.model import lora

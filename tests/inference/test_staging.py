@@ -10,7 +10,7 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from rl.inference.staging import exchange, take_memory
+from rl.inference.staging import exchange
 
 
 class Layer(nn.Module):
@@ -30,7 +30,7 @@ def test_what_is_replaced_goes_at_once_and_not_when_garbage_is_collected():
     memory = [weakref.ref(twin), live.weight.data_ptr(), twin.weight.data_ptr()]
     gc.disable()
     try:
-        before = exchange(live, twin, {live: twin}, take_memory)
+        before = exchange(live, twin, {live: twin}, copies=False)
         del twin
         assert memory[0]() is None, "the second set stays, and with it what it was loaded with"
     finally:

@@ -13,11 +13,11 @@ import msgspec
 
 from rl.orchestrator.workers.pool import WorkerPool
 from rl.wire.rollouts import Rollout
-from rl.wire.streams import MessageStream
 from rl.wire.worker_messages import (
     Close,
     Describe,
     Heartbeat,
+    MessageStream,
     Played,
     PlayGroup,
     Ready,
@@ -36,7 +36,7 @@ BOOTSTRAP = (
 
 def start(pool: WorkerPool, monkeypatch, name: str = "light", workers: int = 1, **args) -> None:
     """Starts light workers in `pool`, as workers with their own interpreter. `args`: see `work`."""
-    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", BOOTSTRAP)
+    monkeypatch.setattr("rl.orchestrator.workers.pool_worker.BOOTSTRAP", BOOTSTRAP)
     for i in range(workers):
         pool.start(
             worker_setup(

@@ -12,17 +12,16 @@ import pytest
 from tokenizers import Tokenizer
 
 from rl.homes.resolve import homes_of
+from rl.orchestrator.batches.batch_files import BatchFiles
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.main import run
-from rl.orchestrator.pipeline import Pipeline
 from rl.run_dir.files import write_directory
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.status import Status
 from rl.system.errors import GIVE_UP, RunError
 from rl.wire.batch_file import batch_head, decode_batch
 from rl.wire.messages import RunEnded, WeightVersion
-from rl.wire.pending import read_records, waiting_lines
-from rl.wire.rollouts import Group
+from rl.wire.rollouts import Group, read_records, waiting_lines
 from rl.wire.transport import OrchestratorClient, Wait
 from tests.orchestrator.made import run_config
 from tests.orchestrator.stub_inference import StubInference
@@ -104,20 +103,20 @@ def test_three_steps_on_policy(tmp_path, model, monkeypatch):
         answered.set()
         return batch_head(path)
 
-    def write_after_batch(builder, step, metrics):
+    def put_away(files, step):
         """Files derived from a batch are written later, when the trainer already has the batch."""
         had_it.append(answered.wait(30))
         answered.clear()
-        write(builder, step, metrics)
+        write(files, step)
 
     async def evaluate(evaluator, entry, version, reconcile):
         evaluated_after.append((version, config.run_dir.newest_batch()))
         await play_eval(evaluator, entry, version, reconcile)
 
-    write, play_eval, evaluated_after = Pipeline._write_after_batch, Evaluator.evaluate, []
+    write, play_eval, evaluated_after = BatchFiles.put_away, Evaluator.evaluate, []
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
     monkeypatch.setattr("rl.orchestrator.policy.trainer_requests.batch_head", answer)
-    monkeypatch.setattr(Pipeline, "_write_after_batch", write_after_batch)
+    monkeypatch.setattr(BatchFiles, "put_away", put_away)
     ended, given, stub = play(config, model)
     assert ended == "3 steps done" and had_it == [True] * 3
     # during the training of the version's batch, not before its sampling
@@ -381,6 +380,25 @@ def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
         flags[0].split()[1], set()
     )
     assert not lines or f"`rl show {config.run_dir.root}` shows them" in str(error)
+
+
+def test_a_solved_task_ends_the_run(tmp_path, model):
+    config = make_config(tmp_path, "--max_steps 50 --max_lag 0 --orchestrator.eval.interval 100")
+
+    async def learn(stub, runner):
+        while config.run_dir.newest_batch() < 2:
+            await asyncio.sleep(0.02)
+        stub.skill = 1.0
+
+    # A group of wrong answers alone that is still in flight when the task is learned would count as
+    # a task that is too hard.
+    ended, given, _ = play(config, model, stub_options={"skill": 0.9}, during=learn)
+    assert ended.startswith("solved: the last ") and given[-1] == RunEnded(ended)
+    last = given[-2].step
+    assert (
+        config.run_dir.eval(last, "say-digit").exists()
+        and config.run_dir.eval(0, "say-digit").exists()
+    )
 
 
 def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(tmp_path, model):

@@ -25,10 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 from rl.config.command_line import build, parse_args
-from rl.orchestrator.batches.batch_files import decode_state
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.batch_files import PendingLog, decode_state
+from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.groups.pending import PendingLog
 from rl.orchestrator.workers.pool_worker import ANSWERS
 from rl.run_dir.checksums import DIGESTS, MANIFEST, read_digests, verify_checkpoint
 from rl.run_dir.files import CorruptFileError, encode_record
@@ -42,11 +41,12 @@ from rl.system.errors import ConfigError, RunError
 from rl.wire import messages
 from rl.wire.batch_file import decode_batch, encode_batch
 from rl.wire.inference_client import InferenceLostError, read
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
 from rl.wire.transport import REPLIES, REQUESTS, UNREADABLE
 from rl.wire.turns import Turns, pack_ids
 from rl.wire.worker_messages import Description, Heartbeat, LoadFailed, Played, Ready
+from tests.wire.samples import aligned_sample
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 ENCODER = msgspec.msgpack.Encoder()
@@ -74,7 +74,7 @@ ROLLOUT = Rollout(
     stop="done",
 )
 GROUP = Group(group_id=7, env="e", task=1, rollouts=[ROLLOUT, ROLLOUT], advantages=[0.5, -0.5])
-SAMPLE = TrainingSample.of(
+SAMPLE = aligned_sample(
     token_ids=[1, 2, 3],
     loss_mask=[False, True, True],
     logprobs=[0.0, -0.5, -1.5],
@@ -322,49 +322,41 @@ TARGETS = {
 }
 
 PIECES = [
-    *(
-        b"\xdd\xff\xff\xff\xff",
-        b"\xdf\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        b"\xdb\x7f\xff\xff\xff",
-        b"\x91" * 3000,
-    ),
-    *(
-        b"\x81\xa1a" * 2000,
-        b"\xc1",
-        b"\xc0",
-        b"\xca\x7f\xc0\x00\x00",
-        b"\xcb\x7f\xf0" + bytes(6),
-        b"\xcf" + b"\xff" * 8,
-        b"\xd3\x80" + bytes(7),
-    ),
-    *(
-        b"null",
-        b"NaN",
-        b"1e999",
-        b"-1",
-        b"9" * 400,
-        b"[" * 3000,
-        b'{"a":' * 3000,
-        b'"\\ud800"',
-        b"\xff\xfe",
-        b"\0",
-        b'"',
-        b"]",
-        b"}",
-    ),
-    *(
-        b"\n",
-        b"=",
-        b"true",
-        b"{}",
-        b"[]",
-        b"../../x",
-        b"18446744073709551616",
-        b"0.1",
-        b"\xed\xa0\x80",
-        b"rl1\n",
-    ),
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdf\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xdb\x7f\xff\xff\xff",
+    b"\x91" * 3000,
+    b"\x81\xa1a" * 2000,
+    b"\xc1",
+    b"\xc0",
+    b"\xca\x7f\xc0\x00\x00",
+    b"\xcb\x7f\xf0" + bytes(6),
+    b"\xcf" + b"\xff" * 8,
+    b"\xd3\x80" + bytes(7),
+    b"null",
+    b"NaN",
+    b"1e999",
+    b"-1",
+    b"9" * 400,
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b'"\\ud800"',
+    b"\xff\xfe",
+    b"\0",
+    b'"',
+    b"]",
+    b"}",
+    b"\n",
+    b"=",
+    b"true",
+    b"{}",
+    b"[]",
+    b"../../x",
+    b"18446744073709551616",
+    b"0.1",
+    b"\xed\xa0\x80",
+    b"rl1\n",
 ]
 """What decoders have tripped over before: huge lengths, depth, odd numbers, half characters."""
 

@@ -21,8 +21,7 @@ from rl.run_dir.files import CorruptFileError, decode_records
 from rl.run_dir.metrics import parse_line, read_metrics, sources_dir
 from rl.run_dir.paths import RunDir, numbered
 from rl.wire.batch_file import decode_batch, open_rollouts
-from rl.wire.pending import decode
-from rl.wire.rollouts import Drawn, Group
+from rl.wire.rollouts import DECODER, Drawn, Group
 
 INTERRUPTED_S = 60.0
 """Half-written things that are younger were being written when the run was stopped."""
@@ -35,7 +34,7 @@ def pending_records(path: Path) -> list[Group | Drawn]:
     found: list[Group | Drawn] = []
     with suppress(CorruptFileError, FileNotFoundError):
         for payload in decode_records(path.read_bytes(), str(path)):
-            found.append(decode(payload))
+            found.append(DECODER.decode(payload))
     return found
 
 

@@ -16,6 +16,7 @@ from rl.wire.batch_file import write_batch, write_rollouts
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, rollout_lines
 from rl.wire.turns import Turn
+from tests.wire.samples import aligned_sample
 
 RULES = {"sums": Rules(), "words": Rules()}
 
@@ -85,7 +86,7 @@ def sample(
     group_id: int, rollout_id: int, tokens: int = 3, version: int = 0, teacher: bool = False
 ) -> TrainingSample:
     """Two tokens of a prompt, then the trained ones."""
-    return TrainingSample.of(
+    return aligned_sample(
         token_ids=[1, 2, *range(3, 3 + tokens)],
         loss_mask=[False, False, *[True] * tokens],
         logprobs=[0.0, 0.0, *[-0.5] * tokens],

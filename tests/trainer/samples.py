@@ -19,7 +19,7 @@ from rl.run_dir.paths import RunDir
 from rl.trainer.data.packing import Layout, Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
-from tests.wire.samples import aligned, changed
+from tests.wire.samples import aligned, aligned_sample, changed
 
 FLOAT32 = re.compile(r"router\.(weight|bias)|sinks|A_log|dt_bias")
 
@@ -85,7 +85,7 @@ def make_sample(
     given."""
     n, m = len(prompt), len(answer)
     fields = {"logprobs": [0.0] * n + [-2.0] * m, "advantages": [0.0] * n + [advantage] * m} | more
-    return TrainingSample.of(
+    return aligned_sample(
         token_ids=prompt + answer,
         loss_mask=[False] * n + [True] * m,
         policy_versions=[VersionSpan(0, m)],

@@ -20,8 +20,9 @@ from rl.trainer.model.head import mode_of, score
 from rl.trainer.model.policy import load_policy
 from rl.trainer.optim import local
 from rl.trainer.train import loss_inputs
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.training_calls import CallError, Example, LossCall, NoRoomError, Step
+from tests.wire.samples import aligned_sample
 
 RANK = 8
 
@@ -93,7 +94,7 @@ def test_gradients_equal_those_of_our_trainer(name, learner, model, world):
     for key, parameter in own.items():
         local(parameter.detach()).copy_(local(learner.parameters[key].detach()))
     samples = [
-        TrainingSample.of(
+        aligned_sample(
             token_ids=[*example.token_ids.tolist(), int(example.targets[-1, 0])],
             loss_mask=[False, *example.trained[:, 0].tolist()],
             logprobs=[0.0, *example.logprobs[:, 0].tolist()],

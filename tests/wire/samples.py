@@ -1,15 +1,50 @@
 """Training samples as lists that are aligned with their tokens."""
 
-from itertools import groupby
+from itertools import groupby, pairwise
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 
-from rl.wire.messages import TrainingSample, VersionSpan
+from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
+
+
+def aligned_sample(
+    token_ids, loss_mask, logprobs, advantages, policy_versions, teacher_logprobs=None, **names
+) -> TrainingSample:
+    """Makes a sample from aligned lists. `policy_versions` covers the tokens with loss_mask True,
+    in order."""
+    trained = np.flatnonzero(loss_mask)
+    sizes = [span.num_tokens for span in policy_versions]
+    versions = np.repeat([span.policy_version for span in policy_versions], sizes)
+    weights = np.asarray(advantages, float)[trained]
+    ends = (np.diff(trained) > 1) | (np.diff(versions) != 0) | (np.diff(weights) != 0)
+    bounds = [0, *(np.flatnonzero(ends) + 1).tolist(), len(trained)]
+    spans = [
+        TrainedSpan(
+            int(trained[first]),
+            int(trained[end - 1]) + 1,
+            int(versions[first]),
+            float(weights[first]),
+        )
+        for first, end in pairwise(bounds)
+        if first < end
+    ]
+
+    def packed(values) -> bytes:
+        return np.asarray(values, np.float32)[trained].tobytes()
+
+    return TrainingSample(
+        packed_ids=np.asarray(token_ids, np.int32).tobytes(),
+        spans=spans,
+        packed_logprobs=packed(logprobs),
+        packed_teacher=None if teacher_logprobs is None else packed(teacher_logprobs),
+        **names,
+    )
 
 
 def aligned(sample: TrainingSample) -> SimpleNamespace:
-    """What `TrainingSample.of` made the sample of."""
+    """What `aligned_sample` made the sample of."""
     trained = sample.trained.tolist()
 
     def whole(values, elsewhere):
@@ -35,7 +70,7 @@ def aligned(sample: TrainingSample) -> SimpleNamespace:
 def changed(sample: TrainingSample, **lists) -> TrainingSample:
     """A copy of the sample with other lists."""
     names = ("env", "group_id", "rollout_id", "temperature", "routes")
-    return TrainingSample.of(
+    return aligned_sample(
         **vars(aligned(sample)) | lists, **{name: getattr(sample, name) for name in names}
     )
 

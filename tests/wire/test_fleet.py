@@ -13,8 +13,13 @@ from rl.run_dir.status import RoleStatus, write_status
 from rl.system import process_table
 from rl.system.linux import pid_scope
 from rl.wire import inference_client
-from rl.wire.balance import BATCHED, Balancer
-from rl.wire.inference_client import Expected, InferenceLostError, InferenceServers
+from rl.wire.inference_client import (
+    BATCHED,
+    Balancer,
+    Expected,
+    InferenceLostError,
+    InferenceServers,
+)
 from rl.wire.worker_messages import ServerSet
 from tests import steady
 from tests.stub_server import StubServer

@@ -11,7 +11,7 @@ import pytest
 
 from rl.run_dir.status import Status, read_status
 from rl.system.errors import RESTART, RunError, exit_code_of
-from rl.wire import serving
+from rl.wire.serving import serve_app
 
 
 async def app(scope, receive, send):
@@ -25,7 +25,7 @@ def served(tmp_path, *work):
     async def run():
         tasks = [asyncio.create_task(one()) for one in work]
         async with asyncio.timeout(20):
-            await serving.serve(
+            await serve_app(
                 app, "127.0.0.1", sock, Status(tmp_path / "status.json", "tinker"), *tasks
             )
 

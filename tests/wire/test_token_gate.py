@@ -10,8 +10,8 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from rl.wire.gate import Gate
 from rl.wire.messages import MAX_BODY_BYTES
+from rl.wire.serving import Gate
 
 TOKEN = "a-token-of-this-run"
 SENT = 1 << 20

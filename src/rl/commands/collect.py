@@ -24,11 +24,12 @@ from rl.commands.options import (
     resolve,
     usage,
 )
-from rl.commands.play_session import play_session, run, task_count
+from rl.commands.play_session import play_session, run
 from rl.config.command_line import CommandLine, fail, options
 from rl.config.run import QUICK_EXAMPLES, RLConfig
 from rl.homes.resolve import Homes, homes_of
 from rl.launch.children import Children
+from rl.orchestrator.workers.setups import smallest
 from rl.run_dir.files import append_file
 from rl.run_dir.lease import NO_LOCKS
 from rl.system.errors import RunError
@@ -99,7 +100,7 @@ def jobs_left(
 
     entries = {env.label: env for env in config.orchestrator.environment}
     sizes = {
-        label: task_count(env.max_samples, ready[label].num_train) for label, env in entries.items()
+        label: smallest(ready[label].num_train, env.max_samples) for label, env in entries.items()
     }
     if None in sizes.values() and not values["limit"]:
         raise RunError("the tasks are endless; give a number with --limit")

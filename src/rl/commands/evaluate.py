@@ -24,7 +24,7 @@ from rl.commands.options import (
     resolve,
     usage,
 )
-from rl.commands.play_session import PlaySession, play_session, run, task_count
+from rl.commands.play_session import PlaySession, play_session, run
 from rl.config.command_line import CommandLine, fail, options
 from rl.config.orchestrator import EnvSource, EvalConfig
 from rl.config.run import RLConfig, shrink
@@ -40,7 +40,7 @@ from rl.orchestrator.evals.eval_metrics import (
     pass_at_k,
     write_eval,
 )
-from rl.orchestrator.workers.setups import eval_workers
+from rl.orchestrator.workers.setups import eval_fault, eval_workers, smallest
 from rl.run_dir.files import write_file
 from rl.run_dir.metrics import PASS
 from rl.system.errors import RunError
@@ -374,7 +374,9 @@ async def evaluate_policy(
     for entry in entries:
         label, env = entry.label, names[entry.label]
         splits[label], size = split_of(entry, session.ready[env])
-        num_tasks = num_examples(entry, size)
+        if fault := eval_fault(entry, size):
+            raise RunError(fault)
+        num_tasks = smallest(size, entry.num_examples) or 0
         tasks[label] = await session.tasks(env, splits[label], num_tasks)
         jobs += [
             PlayJob(
@@ -424,21 +426,3 @@ def split_of(entry: EvalConfig, ready: Ready) -> tuple[Split, int | None]:
         )
         return "train", ready.num_train
     return "eval", ready.num_eval
-
-
-def num_examples(entry: EvalConfig, size: int | None) -> int:
-    """Returns how many of `size` examples (None: endless) to play. Raises RunError if there are
-    none or the number is unlimited."""
-    count = task_count(entry.num_examples, size)
-    if count is None:
-        raise RunError(f"eval {entry.label}: its tasks are endless; give a number with --limit")
-    if size == 0:
-        raise RunError(
-            f"eval {entry.label}: its environment has no examples; check its arguments "
-            "(args, dataset)"
-        )
-    if not count:
-        raise RunError(
-            f"eval {entry.label}: num_examples = {entry.num_examples} leaves nothing to play"
-        )
-    return count

@@ -26,7 +26,7 @@ from rl.launch import devices, roles
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.models.folder import read_json, resolve_model
-from rl.orchestrator.groups.functions import metrics_function
+from rl.orchestrator.groups.group_credit import metrics_function
 from rl.orchestrator.workers.setups import policy_spec, worker_setups
 from rl.run_dir.checksums import is_delta, readable
 from rl.run_dir.files import clean_leftovers, temporary_name, write_file
@@ -97,12 +97,6 @@ async def until_stopped(children: Children, work: Coroutine[Any, Any, int]) -> i
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Writes rows as JSONL."""
     write_file(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
-
-
-def task_count(limit: int, size: int | None) -> int | None:
-    """Returns the number of tasks to play, None if endless. `size`: tasks available (None:
-    endless); `limit`: negative for no limit."""
-    return size if limit < 0 else limit if size is None else min(size, limit)
 
 
 # The policy ---------------------------------------------------------------------------------------

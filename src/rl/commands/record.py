@@ -34,8 +34,8 @@ from rl.envs.policy import Conversation, Policy, RolloutError, chat_completion
 from rl.launch.children import Children
 from rl.models.chat import Message, assistant_message
 from rl.models.folder import resolve_model
+from rl.orchestrator.workers.pool_worker import faults_of_turns
 from rl.orchestrator.workers.setups import policy_spec
-from rl.orchestrator.workers.validate_played import faults_of_turns
 from rl.system.children import PYTHON
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError
 from rl.wire.inference_client import PromptTooLongError

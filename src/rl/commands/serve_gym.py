@@ -31,7 +31,7 @@ from rl.run_dir.files import write_file
 from rl.system.errors import RunError
 from rl.system.linux import bind
 from rl.system.terminal import say
-from rl.wire.gate import host_name
+from rl.wire.serving import host_name
 
 HOST = "127.0.0.1"
 HEAD_SERVER = "http://127.0.0.1:11000"

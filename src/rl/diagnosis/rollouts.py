@@ -15,7 +15,7 @@ from rl.run_dir.files import MAX_LINE_BYTES, CorruptFileError
 from rl.run_dir.paths import PENDING_LOG, RunDir
 from rl.system.terminal import cut_middle, digits, visible
 from rl.wire.batch_file import check_rollouts, open_rollouts
-from rl.wire.pending import waiting_lines
+from rl.wire.rollouts import waiting_lines
 
 Row = dict[str, Any]
 """One line of such a file: a rollout and whether it was trained on."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rl.config.run import TRUNCATIONS, RendererConfig
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
@@ -42,18 +42,10 @@ class RolloutError(Exception):
         self.cause: Cause = cause
 
 
-class Talk(Protocol):
-    """An episode's exchange with the policy during play."""
-
-    turns: Turns
-
-    def messages(self) -> tuple[list[Message], list[Message]]:
-        """The conversation so far: its first prompt, and the messages after it."""
-
-
-TALKS: ContextVar[list[Talk]] = ContextVar("TALKS")
-"""The Talk of each episode, in order. Environments append to it, so that the caller has the
-messages when their code raises."""
+TALKS: ContextVar[list[Any]] = ContextVar("TALKS")
+"""What holds each episode's exchange with the policy during play, in order: `turns`, and
+`messages()`, the first prompt and the messages after it. Environments append to it, so that the
+caller has both when their code raises."""
 
 
 class Policy:

@@ -24,9 +24,9 @@ from rl.system.functions import described
 from rl.system.linux import die_with_parent, raise_open_files
 from rl.system.prefork import leave
 from rl.wire.rollouts import Episode, Rollout, unfit
-from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
 from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
+    MAX_MESSAGE_BYTES,
     MAX_ROLLOUTS,
     Cancel,
     Close,
@@ -34,6 +34,7 @@ from rl.wire.worker_messages import (
     Description,
     Heartbeat,
     LoadFailed,
+    MessageStream,
     Played,
     PlayGroup,
     Ready,
@@ -199,8 +200,8 @@ class Worker:
 
 
 def failed_by(error: BaseException, talk: Any = None) -> Rollout:
-    """A rollout that failed because of `error`, with the turns and messages of `talk` (a Talk or
-    None) from before."""
+    """A rollout that failed because of `error`, with the turns and messages of `talk` (one of
+    TALKS, or None) from before."""
     from rl.envs.policy import RolloutError
 
     failed = Rollout(stop="error", cause="environment")

@@ -19,7 +19,7 @@ from rl.inference.draw import carry_seed
 from rl.inference.loading import LoadingEngine
 from rl.inference.weight_files import Tensors
 from rl.run_dir import spans
-from rl.wire.balance import Balancer
+from rl.wire.inference_client import Balancer
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import Turn, pack_ids, pack_logprobs
 

@@ -16,8 +16,14 @@ import msgspec
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from rl.inference.adapter import check_adapter, is_adapter, read_adapter
-from rl.inference.weight_files import Tensors, WeightsGoneError, check_weights
+from rl.inference.weight_files import (
+    Tensors,
+    WeightsGoneError,
+    check_adapter,
+    check_weights,
+    is_adapter,
+    read_adapter,
+)
 from rl.inference.weights import check_content
 from rl.run_dir import spans
 from rl.run_dir.checksums import DIGESTS, Mirror, check_version, content_of, is_delta
@@ -211,8 +217,7 @@ class LoadingEngine(AsyncLLM):
         """Loads a version from files. `content`: the content_id that it must have, unless either
         is not known."""
         files = await self.readable(folder, content)
-        await self.in_time(asyncio.to_thread(self.check_fit, files))
-        check = partial(verify, files, content)
+        check = partial(self.check, files, content)
         if self.slots:
             await self.in_time(asyncio.to_thread(check))
             await self.add_adapter(policy_version, str(folder))
@@ -220,8 +225,10 @@ class LoadingEngine(AsyncLLM):
         await self.stage(policy_version, check, str(files))
         return await self.swap(policy_version)
 
-    def check_fit(self, folder: Path) -> None:
-        """Raises RunError unless the headers of a version's files match the served model."""
+    def check(self, folder: Path, content: str) -> None:
+        """Raises RunError unless the headers of a version's files match the served model,
+        CorruptFileError if it is damaged, and WeightsGoneError if its content_id is known and is
+        not `content`."""
         base = Path(self.model_config.model)
         if is_adapter(folder):
             check_adapter(read_adapter(folder), base, self.expected)
@@ -232,6 +239,7 @@ class LoadingEngine(AsyncLLM):
             )
         else:
             check_weights(folder, base, self.expected, self.head_is_tied)
+        must_be(content, check_version(folder), folder)
 
     async def add_adapter(self, policy_version: int, path: str) -> None:
         """Loads an adapter between two steps. New requests get it, requests in flight keep theirs,
@@ -281,7 +289,6 @@ class LoadingEngine(AsyncLLM):
         self.broken = f"loading policy version {policy_version} failed half-way"
         try:
             await self.renderer.clear_mm_cache_async()
-            ordered = time.perf_counter()
             await self.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
             stopped = time.perf_counter()
             with spans.span("pause", "weights", policy_version):
@@ -298,7 +305,7 @@ class LoadingEngine(AsyncLLM):
             self.swapping = False
         self.broken = ""
         pause_s = time.perf_counter() - stopped
-        return LoadedVersion(policy_version, stopped - ordered, pause_s, bytes_read)
+        return LoadedVersion(policy_version, pause_s, bytes_read)
 
     async def until_there(self, folder: Path, patience_s: float) -> None:
         """Waits for the folder of a version that its trainer has announced and is still writing.
@@ -314,12 +321,6 @@ class LoadingEngine(AsyncLLM):
                     f"none in the last {patience_s:.0f} s; see its disk and logs/trainer*.log"
                 )
             await asyncio.sleep(WRITTEN_POLL_S)
-
-
-def verify(folder: Path, content: str) -> None:
-    """Raises CorruptFileError if a version is damaged, and WeightsGoneError if its content_id is
-    known and is not `content`."""
-    must_be(content, check_version(folder), folder)
 
 
 def must_be(content: str, actual: str, folder: Path) -> None:

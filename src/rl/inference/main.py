@@ -15,9 +15,9 @@ from pathlib import Path
 from rl.config.command_line import load_config_or_exit
 from rl.config.help import PROCESS_USAGE
 from rl.config.run import RLConfig
-from rl.inference.adapter import is_adapter
-from rl.inference.server import Served, common_environment, cpu_environment, serve
-from rl.inference.weight_files import read_tensors
+from rl.inference.engine_args import prepare, runs_on_cpu
+from rl.inference.server import Served, serve
+from rl.inference.weight_files import is_adapter, read_tensors
 from rl.models.folder import resolve_model
 from rl.run_dir import spans
 from rl.run_dir.access_token import run_token
@@ -28,7 +28,6 @@ from rl.run_dir.status import SERVER_NAME, Phase, Status, further_server
 from rl.system.credentials import redact
 from rl.system.errors import WRONG_SETTINGS, ConfigError, RunError, exit_code_of
 from rl.system.linux import bind, die_with_parent
-from rl.system.machine import is_cpu_vllm, visible_gpus
 from rl.system.prefork import leave
 from rl.system.process_table import MARKER
 from rl.wire.messages import WeightVersion
@@ -67,31 +66,6 @@ def preload(config: RLConfig) -> None:
 def report(error: Exception | str, code: int) -> int:
     print(f"inference: {error}", file=sys.stderr, flush=True)
     return code
-
-
-def runs_on_cpu(config: RLConfig) -> bool:
-    """Whether the server runs on the CPU, also if there are GPUs that vLLM's build or the
-    configuration does not use."""
-    return config.inference.gpus == 0 or is_cpu_vllm() or not visible_gpus(dict(os.environ))
-
-
-def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
-    """Sets up this process and its children before anything imports torch or vllm. Existing
-    environment variables take precedence."""
-    # Imports take half as long with .pyc files (25 s without them on a cold machine, at every start
-    # of a server).
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False
-    environment = common_environment()
-    if on_cpu:
-        if isinstance(cpus, list):
-            os.sched_setaffinity(0, cpus)
-        threads = cpus if isinstance(cpus, int) else len(os.sched_getaffinity(0))
-        environment |= cpu_environment(threads)
-    os.environ.update(environment | dict(os.environ))
-    os.environ["VLLM_SERVER_DEV_MODE"] = "0"
-    # the run's token guards all paths, and a request can show only one
-    os.environ.pop("VLLM_API_KEY", None)
 
 
 def newest_sound_version(

@@ -15,9 +15,9 @@ from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
 from rl.run_dir.files import UNREADABLE
 from rl.system.errors import RunError
-from rl.wire.gate import refusal
 from rl.wire.inference_client import PROTOCOL
 from rl.wire.messages import GenerateRequest, LoadWeightsRequest, Sampling
+from rl.wire.serving import refusal
 
 
 class AnswersRequest(Struct, forbid_unknown_fields=True):

@@ -36,31 +36,6 @@ and of tokens per block. Only whole blocks are shared: with vLLM's 128, each rol
 would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
 
 
-def cpu_environment(num_threads: int) -> dict[str, str]:
-    """Environment variables of a server without GPU; must be set before vllm or torch is imported.
-
-    Without OMP_NUM_THREADS vLLM reduces torch to one thread. Its in-process executor, 50% faster
-    than the multi-process one on few cores, is only used with VLLM_ENABLE_V1_MULTIPROCESSING=0 (the
-    engine core is still a separate process). GOMP_SPINCOUNT: by default threads that wait for each
-    other spin for milliseconds; with other work on the same two cores, 64 answers of 16 tokens took
-    35-64 s that way, 10-22 s with this (load 3 to 9, not a controlled comparison).
-    """
-    return {
-        "OMP_NUM_THREADS": str(num_threads),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "GOMP_SPINCOUNT": "10000",
-    }
-
-
-def common_environment() -> dict[str, str]:
-    """Environment variables of every server: no usage statistics are sent, forked processes do
-    not warn about tokenizer threads, and calls of tools are the policy's own. By default vLLM
-    lets a grammar choose their tokens; the trainer would compute other probabilities."""
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return quiet | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
-
-
 def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
     """Default vLLM arguments for the CPU.
 
@@ -246,8 +221,7 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
 
 async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") -> str:
     """Runs the HTTP server until it ends; returns why the engine can no longer be used, or ""."""
-    from rl.wire import serving
-    from rl.wire.gate import Gate
+    from rl.wire.serving import Gate, serve_app
 
     async def end_with_engine() -> None:
         raise RunError(await death)
@@ -261,7 +235,7 @@ async def answer_requests(app: Any, served: Served, death: "asyncio.Task[str]") 
         # Open requests are not waited for: they end with the engine, and their clients repeat them
         # elsewhere.
         work = asyncio.create_task(end_with_engine())
-        await serving.serve(gate, host, served.sock, served.status, work)
+        await serve_app(gate, host, served.sock, served.status, work)
     except RunError as error:
         return str(error)
     return ""

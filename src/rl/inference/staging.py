@@ -12,7 +12,7 @@ twice from staging to the swap.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
@@ -87,7 +87,7 @@ class Staged:
             self.copy_in_place(others)
         else:
             for live, twin in others.items():
-                before.append(exchange(live, twin, self.twins, take_memory))
+                before.append(exchange(live, twin, self.twins, copies=False))
         for module in attention:  # its scales, and what it derives from other layers' weights
             module.process_weights_after_loading(self.config.model_config.dtype)
         return before
@@ -99,7 +99,7 @@ class Staged:
             for live, twin in twins.items():
                 move(twin, live)
                 self.pack([twin])
-                exchange(live, twin, self.twins, copy_values)
+                exchange(live, twin, self.twins, copies=True)
                 # the device has room for the second set of one module
                 for tensors in (twin._parameters, twin._buffers):
                     tensors.clear()
@@ -188,29 +188,23 @@ def move(twin: nn.Module, live: nn.Module) -> None:
                 tensor.data = tensor.data.to(device, non_blocking=True)
 
 
-def take_memory(old: Tensor, new: Tensor) -> None:
-    """Makes `old` another name of the memory of `new`."""
-    old.data = new.data
-
-
-def copy_values(old: Tensor, new: Tensor) -> None:
-    """Copies the values of `new` into the memory of `old`."""
-    old.data.copy_(new.data)
-
-
 def exchange(
-    live: nn.Module,
-    twin: nn.Module,
-    twins: dict[nn.Module, nn.Module],
-    put: Callable[[Tensor, Tensor], object],
+    live: nn.Module, twin: nn.Module, twins: dict[nn.Module, nn.Module], copies: bool
 ) -> list[Any]:
     """Gives `live` the tensors of `twin` and everything that packing has set on it. Returns its old
     content.
 
-    Tensor objects stay, and `put(old, new)` gives them the new values, so that other references to
-    them, and captured graphs, see those.
+    Tensor objects stay and get the new values, with `copies` in the memory that they have, so that
+    other references to them, and captured graphs, see those.
     """
     before: list[Any] = []
+
+    def put(old: Tensor, new: Tensor) -> None:
+        if copies:
+            old.data.copy_(new.data)
+        else:
+            old.data = new.data
+
     for ours, theirs in pairs_of(live, twin):
         for name, new in theirs.items():
             old = ours.get(name)

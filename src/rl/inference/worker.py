@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rl.inference.adapter import is_adapter, merge, read_adapter
+from rl.inference.weight_files import is_adapter, merge, read_adapter
 from rl.inference.weights import NetworkWeights, Weights
 from rl.run_dir.in_memory import OverNetwork
 from rl.system.errors import RunError

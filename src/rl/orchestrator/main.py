@@ -19,7 +19,7 @@ from rl.config.run import RLConfig
 from rl.homes.resolve import Homes, homes_of, in_homes, record
 from rl.models.folder import resolve_model
 from rl.orchestrator.evals.evaluator import Evaluator
-from rl.orchestrator.groups.functions import load_functions, metrics_function
+from rl.orchestrator.groups.group_credit import load_functions, metrics_function
 from rl.orchestrator.groups.teacher import make_teachers
 from rl.orchestrator.orchestrator import Orchestrator
 from rl.orchestrator.policy.served_policy import ServedPolicy

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.evaluator import Evaluator
-from rl.orchestrator.groups.functions import in_thread
-from rl.orchestrator.groups.group_credit import credit_group, rules_of
+from rl.orchestrator.groups.group_credit import credit_group, in_thread, rules_of
 from rl.orchestrator.groups.teacher import Teacher
 from rl.orchestrator.pipeline import Pipeline
 from rl.orchestrator.policy.served_policy import ServedPolicy
@@ -117,25 +116,24 @@ class Orchestrator:
         """Loop. Consumes tasks. Produces groups in flight. Waits for room; unblocked by a loaded
         version, a finished group, or a timer."""
         while True:
-            places = self.admission.places(self.pipeline.pending.groups)
-            if envs := self.admission.eligible(places, self.batches_ahead()):
+            if envs := self.eligible():
                 ref = self.source.next(envs)
                 env = self.envs[ref.env]
                 self.start_group(ref, env.group_size or self.config.orchestrator.group_size)
                 await asyncio.sleep(0)  # the other loops' turn
                 continue
             may_slow = self.config.max_lag and self.admission.in_flight
-            await self.progress.wait_until(self.has_room, SLOW_CHECK_S if may_slow else None)
+            await self.progress.wait_until(self.eligible, SLOW_CHECK_S if may_slow else None)
 
     def batches_ahead(self) -> int:
         """Returns how many batches after the newest one may be sampled with the loaded version."""
         last = min(self.policy.loaded + 1 + self.config.max_lag, self.progress.final)
         return last - self.progress.newest
 
-    def has_room(self) -> bool:
-        """Whether a group may be started."""
+    def eligible(self) -> list[str]:
+        """Returns the environments from which a group may be started now."""
         places = self.admission.places(self.pipeline.pending.groups)
-        return bool(self.admission.eligible(places, self.batches_ahead()))
+        return self.admission.eligible(places, self.batches_ahead())
 
     def start_group(self, ref: TaskRef, num_episodes: int) -> None:
         """Starts a group, reusing members that an earlier process, or a cancelled attempt, has

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rl.config.run import RLConfig
-from rl.orchestrator.batches.batch_files import BatchFiles, OrchestratorState
-from rl.orchestrator.batches.batch_metrics import own_name
+from rl.orchestrator.batches.batch_files import (
+    BatchFiles,
+    OrchestratorState,
+    PendingLog,
+    episodes_where,
+)
+from rl.orchestrator.batches.contents import own_name
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
-from rl.orchestrator.groups.functions import in_thread
-from rl.orchestrator.groups.group_credit import Rules, credit_group, is_judged
-from rl.orchestrator.groups.pending import PendingLog, episodes_where
+from rl.orchestrator.groups.group_credit import Rules, credit_group, in_thread, is_judged
 from rl.orchestrator.progress import Progress, StepClock
 from rl.orchestrator.tasks.admission import Admission
 from rl.run_dir.status import RunWarning
@@ -234,29 +237,20 @@ class Pipeline:
             pending=refs(waiting),
         )
         self.pending.drawn = []  # they are in the state
-        await asyncio.to_thread(self._write_batch, step, settled, state, counts)
+        state.tasks.rates = await asyncio.to_thread(self.source.packed_rates)
+        await asyncio.to_thread(self.files.commit, step, settled, state, counts)
         self.progress.newest, self.pending.groups = step, waiting
-        # the trainer needs only the batch, not the files written below
+        # the trainer needs only the batch, not the files written below, which follow from it
         await self.progress.notify()
-        await asyncio.to_thread(self._write_after_batch, step, state.metrics)
+        await asyncio.to_thread(self.pending.rewrite)
+        await asyncio.to_thread(self.files.metrics.write, step, state.metrics)
+        await asyncio.to_thread(self.files.put_away, step)
         log.info(
             "batch %d: %d rollouts trained, reward %.3f",
             step,
             state.metrics["rollouts/trained"],
             state.metrics["reward/mean"],
         )
-
-    def _write_batch(
-        self, step: int, settled: list[Group], state: OrchestratorState, counts: Mapping[str, float]
-    ) -> None:
-        state.tasks.rates = self.source.packed_rates()
-        self.files.commit(step, settled, state, counts)
-
-    def _write_after_batch(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes what is derived from a batch, and could be made again at a start."""
-        self.pending.rewrite()
-        self.files.metrics.write(step, metrics)
-        self.files.put_away(step)
 
     def _check_learning(self) -> None:
         """Ends a run in which everything fails, or that has nothing left to learn from."""

@@ -18,8 +18,8 @@ from rl.tinker.requests import KeyGate
 from rl.tinker.sampling import SamplingSessions
 from rl.tinker.storage import Storage
 from rl.tinker.training import Training
-from rl.wire import serving
 from rl.wire.inference_client import InferenceServers
+from rl.wire.serving import serve_app
 from rl.wire.training_calls import Learner
 
 INFERENCE_S = 900.0
@@ -60,6 +60,6 @@ async def serve(config: RLConfig, learner: Learner, status: Status, sock: socket
     gate = KeyGate(app, run_token(run_dir.status_dir), secret, loopback=is_loopback(host))
     sampling.begin()
     work = asyncio.create_task(training.run())
-    await serving.serve(gate, host, sock, status, work)
+    await serve_app(gate, host, sock, status, work)
     work.cancel()
     await servers.close()

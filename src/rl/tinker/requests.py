@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Scope
 
 from rl.run_dir.access_token import derived
 from rl.run_dir.files import UNREADABLE
-from rl.wire.gate import CLOSE, HttpGate, header
+from rl.wire.serving import CLOSE, HttpGate, header
 from rl.wire.training_calls import CallError
 
 T = TypeVar("T")

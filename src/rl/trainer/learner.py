@@ -37,8 +37,9 @@ from rl.trainer.optim import MOMENTS, local, make_optimizer, optimizer_step
 from rl.trainer.parallel.world import World
 from rl.trainer.store.checkpoint import require_space, write_tensors
 from rl.trainer.train import loss_inputs
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import ITEM_BYTES, TrainBatch, TrainedSpan, TrainingSample
 from rl.wire.training_calls import CallError, Example, LossCall, NoRoomError, Scored, Step
+from rl.wire.turns import pack_ids
 
 STATE, RECORD = "state.safetensors", "state.json"
 COPIES = 4
@@ -312,12 +313,10 @@ def as_batch(examples: list[Example]) -> TrainBatch:
     samples = []
     for example in examples:
         count = len(example.token_ids)
-        sample = TrainingSample.of(
-            token_ids=[*example.token_ids.tolist(), 0],
-            loss_mask=[False] + [True] * count,
-            logprobs=[0.0] * (count + 1),
-            advantages=[0.0] * (count + 1),
-            policy_versions=[VersionSpan(-1, count)],
+        sample = TrainingSample(
+            packed_ids=pack_ids([*example.token_ids.tolist(), 0]),
+            spans=[TrainedSpan(1, count + 1, policy_version=-1, advantage=0.0)],
+            packed_logprobs=bytes(ITEM_BYTES * count),
             env="",
             group_id=0,
             rollout_id=0,

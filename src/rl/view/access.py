@@ -12,7 +12,7 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.run_dir.access_token import derived, is_loopback, link
-from rl.wire.gate import CLOSE, HttpGate, header, refusal
+from rl.wire.serving import CLOSE, HttpGate, header, refusal
 
 NO_ACCESS = (
     "this browser has no access: open the newest link printed by `rl view`, or by a run with "

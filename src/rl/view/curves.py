@@ -150,20 +150,18 @@ def marks_of(key: str, run: Run, places: AxisPlaces, ends: tuple[float, float]) 
     """Evaluations, checkpoints, deaths, restarts and changed settings at their steps."""
     marks = list[CurveMark]()
 
-    def at(step: int, source: str | None = None) -> float:
-        return float(places(np.array([step]), source)[0])
-
-    def add(kind: Any, step: int, text: str, x: float) -> None:
+    def add(kind: Any, step: int, text: str, source: str | None, time: float | None = None) -> None:
+        is_timed = places.axis == "time" and time is not None
+        x = time - places.begin if is_timed else float(places(np.array([step]), source)[0])
         if not (x < ends[0] or x > ends[1]):
             marks.append(CurveMark(run=key, kind=kind, step=step, x=x, text=text))
 
     for step in run.numbers.steps("eval"):
-        add("eval", step, f"evaluation of version {step}", at(step, "eval"))
+        add("eval", step, f"evaluation of version {step}", "eval")
     for step in numbers(run.run_dir.checkpoints):
-        add("checkpoint", step, f"checkpoint {step}", at(step, "trainer"))
+        add("checkpoint", step, f"checkpoint {step}", "trainer")
     for each in changes_of(run.run_dir):
-        text = f"{each.key}: {each.old} -> {each.new}"
-        add("change", each.step, text, at(each.step, "trainer"))
+        add("change", each.step, f"{each.key}: {each.old} -> {each.new}", "trainer")
     steps, times = wall_times(run)
     deaths = dict[str, int]()
     for event in restarts(run.events) if len(steps) else ():
@@ -174,9 +172,8 @@ def marks_of(key: str, run: Run, places: AxisPlaces, ends: tuple[float, float]) 
         step = deaths.get(event.process) if event.step is None else event.step
         if step is None:
             step = int(np.interp(event.time, times, steps))
-        text = f"{event.process}: {event.event}" + (f", {event.reason}" if event.reason else "")
-        x = event.time - places.begin if places.axis == "time" else at(step)
-        add(event.event, step, text, x)
+        reason = f", {event.reason}" if event.reason else ""
+        add(event.event, step, f"{event.process}: {event.event}{reason}", None, event.time)
     return marks
 
 

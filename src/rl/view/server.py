@@ -33,7 +33,7 @@ from rl.view import curves, health, responses, rollouts, runs, tasks, timeline, 
 from rl.view.access import PageGate
 from rl.view.library import Library
 from rl.view.rollouts import Limit, Number, Offset, Wanted, Which
-from rl.wire.gate import refusal
+from rl.wire.serving import refusal
 
 Kind = Literal["train", "eval"]
 

@@ -4,12 +4,18 @@ Repeats requests, never rollouts.
 The addresses are fixed (`orchestrator.inference_urls`) or come from the run's status files. The
 orchestrator polls all servers and decides which of them may answer (`follow`). If a server fails a
 request or goes away, the request is sent to another one at once; exactly one answer counts.
+
+`Balancer` chooses the server for a request by how many requests this process has in flight at each,
+and by the session's last server. A slow server keeps its requests for longer, and so gets fewer;
+one that has just joined gets the most. A session (the turns of rollouts that begin with the same
+prompt) stays where its prefix is cached, unless that server has STAY times as many requests as the
+one with the fewest.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +27,90 @@ from rl.run_dir.files import UNREADABLE
 from rl.run_dir.status import last_seen, read_status, server_files
 from rl.system import faults
 from rl.system.errors import GIVE_UP, RESTART, RunError
-from rl.wire.balance import Balancer, Server
 from rl.wire.http import CONNECT_S, RETRY_S, AwayError, HttpClient, RefusedError
 from rl.wire.messages import VersionSpan, WeightVersion
 from rl.wire.turns import Turn, pack_ids
 from rl.wire.worker_messages import ServerSet
+
+STAY = 2.0
+BATCHED = 16
+"""Up to this many requests in flight, one more slows none of them down, because the server
+batches them."""
+DOWN_S = 0.5
+"""A server that failed a request gets no further ones for this long."""
+MAX_SESSIONS = 1 << 16
+"""Number of sessions whose server is remembered; beyond it the oldest are forgotten, and lose
+their cached prefix."""
+
+
+class Server:
+    """One server. `flights` are this process's requests in flight there."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self.open = True
+        """Whether it takes new requests; else it only finishes those it has."""
+        self.flights: set[asyncio.Task[tuple[int, bytes]]] = set()
+        self.down_until = 0.0
+        """When it may be used again, monotonic time."""
+
+    def failed(self) -> None:
+        """Records that a request failed."""
+        self.down_until = time.monotonic() + DOWN_S
+
+
+class Balancer:
+    """The servers by address."""
+
+    def __init__(self) -> None:
+        self.servers: dict[str, Server] = {}
+        self.gone: dict[str, Server] = {}
+        """Servers that went away while there was no other one to take over their requests."""
+        self.last_server: dict[int, str] = {}
+        """Session -> address of its server; the most recently used session is last."""
+
+    def update(self, urls: Iterable[str], closed: Iterable[str] = ()) -> None:
+        """Makes `urls` the servers that take requests, and `closed` those that only finish the
+        requests they have.
+
+        Requests at any other server are cancelled (their callers get AwayError) once there is a
+        server to take them over.
+        """
+        known = self.servers | self.gone
+        states = dict.fromkeys(closed, False) | dict.fromkeys(urls, True)
+        self.servers = {url: known.pop(url, None) or Server(url) for url in states}
+        for url, server in self.servers.items():
+            server.open = states[url]
+        self.gone = {url: server for url, server in known.items() if server.flights}
+        if any(states.values()):
+            for server in self.gone.values():
+                for flight in server.flights:
+                    flight.cancel()
+            self.gone = {}
+
+    def usable(self) -> list[Server]:
+        """Returns the servers to which a request may be sent now."""
+        now = time.monotonic()
+        return [
+            server for server in self.servers.values() if server.open and server.down_until <= now
+        ]
+
+    def choose(self, session: int) -> Server | None:
+        """Returns the server for a session's next request; None if there is none."""
+        if not (usable := self.usable()):
+            return None
+        least = min(usable, key=lambda server: len(server.flights))
+        last = self.servers.get(self.last_server.pop(session, ""))
+        most = STAY * max(BATCHED, len(least.flights) + 1)
+        chosen = last if last in usable and len(last.flights) < most else least
+        self.last_server[session] = chosen.url
+        if len(self.last_server) > MAX_SESSIONS:
+            del self.last_server[next(iter(self.last_server))]
+        return chosen
+
+
+# The client ---------------------------------------------------------------------------------------
+
 
 PROTOCOL = 6
 """Incremented when the meaning of a request or an answer changes."""
@@ -72,10 +157,8 @@ class LoadedVersion(msgspec.Struct):
     cost, times in seconds."""
 
     policy_version: int
-    drain_s: float = 0.0
-    """From the request to stop until the running step was done; its tokens count."""
     pause_s: float = 0.0
-    """From the end of that step until the scheduler may start the next one."""
+    """From the end of a step until the scheduler may start the next one."""
     bytes_read: int = 0
     """What the worker that read most has read of the weights; with several workers, each reads
     its own part."""

@@ -1,9 +1,7 @@
 """The messages that trainer and orchestrator exchange, and what clients ask of a server of
 inference: few types, no torch."""
 
-from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -94,53 +92,6 @@ class TrainingSample(msgspec.Struct, kw_only=True):
             raise ValueError(
                 "a sample's routes do not cover exactly the tokens before the last trained one"
             )
-
-    @classmethod
-    def of(
-        cls,
-        token_ids: Sequence[int],
-        loss_mask: Sequence[bool],
-        logprobs: Sequence[float],
-        advantages: Sequence[float],
-        policy_versions: Sequence[VersionSpan],
-        teacher_logprobs: Sequence[float] | None = None,
-        **names: Any,
-    ) -> "TrainingSample":
-        """Makes a sample from aligned lists of T values. `policy_versions` covers the tokens with
-        loss_mask True, in order."""
-        import numpy as np
-
-        trained = np.flatnonzero(loss_mask)
-        sizes = [span.num_tokens for span in policy_versions]
-        versions = np.repeat([span.policy_version for span in policy_versions], sizes)
-        if not len(token_ids) == len(loss_mask) == len(logprobs) == len(advantages) or len(
-            versions
-        ) != len(trained):
-            raise ValueError("the values of a sample differ in number")
-        weights = np.asarray(advantages, float)[trained]
-        ends = (np.diff(trained) > 1) | (np.diff(versions) != 0) | (np.diff(weights) != 0)
-        bounds = [0, *(np.flatnonzero(ends) + 1).tolist(), len(trained)]
-        spans = [
-            TrainedSpan(
-                int(trained[first]),
-                int(trained[end - 1]) + 1,
-                int(versions[first]),
-                float(weights[first]),
-            )
-            for first, end in pairwise(bounds)
-            if first < end
-        ]
-
-        def packed(values: Sequence[float]) -> bytes:
-            return np.asarray(values, np.float32)[trained].tobytes()
-
-        return cls(
-            packed_ids=np.asarray(token_ids, np.int32).tobytes(),
-            spans=spans,
-            packed_logprobs=packed(logprobs),
-            packed_teacher=None if teacher_logprobs is None else packed(teacher_logprobs),
-            **names,
-        )
 
     @property
     def num_tokens(self) -> int:

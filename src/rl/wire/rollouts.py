@@ -1,12 +1,26 @@
 """Rollouts and groups: made by workers, judged by the orchestrator, and read by `records`, `view`
-and `diagnosis`. The trainer never reads them."""
+and `diagnosis`. The trainer never reads them.
+
+Also the records of `batches/pending.log`: finished rollouts that no batch has settled yet, and the
+tasks that were drawn since the newest batch.
+"""
 
 import math
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from rl.run_dir.files import (
+    HEADER,
+    MAGIC,
+    UNREADABLE,
+    CorruptFileError,
+    decode_records,
+    encode_record,
+    reading,
+)
 from rl.wire.turns import Turn, Turns
 
 Split = Literal["train", "eval"]
@@ -176,7 +190,7 @@ own failure, else its group's reason, else its own reason (`why_left_out`). rl/v
 a sentence for each value."""
 
 
-class Group(msgspec.Struct, kw_only=True):
+class Group(msgspec.Struct, kw_only=True, tag=True):
     """The rollouts of one task, with their credit."""
 
     group_id: int
@@ -222,7 +236,7 @@ class TaskRef(msgspec.Struct, frozen=True, array_like=True):
     task: int
 
 
-class Drawn(msgspec.Struct, array_like=True):
+class Drawn(msgspec.Struct, tag=True):
     """Tasks that were drawn since the record before this one, and the counters after them; see
     TaskState."""
 
@@ -246,13 +260,6 @@ def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
     return "truncated" if rollout.truncated and mask_truncated else None
 
 
-def why_not_trained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
-    """Returns why a rollout is not in its batch; None if it is. A failure of its own takes
-    precedence over its group's reason."""
-    why = why_left_out(rollout, mask_truncated)
-    return why if rollout.error else group.why or why
-
-
 def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool = False) -> bytes:
     """Returns the lines of rollouts/*.jsonl for all rollouts of groups settled by batch `step`;
     None: no batch has settled them."""
@@ -268,7 +275,10 @@ def rollout_line(
 ) -> dict[str, Any]:
     """Returns the line for rollout `i` of a group, see rollout_lines."""
     rollout = group.rollouts[i]
-    why = why_not_trained(group, rollout, mask_truncated) or ("pending" if step is None else None)
+    why = why_left_out(rollout, mask_truncated)
+    # a failure of its own takes precedence over its group's reason
+    if not rollout.error:
+        why = group.why or why or ("pending" if step is None else None)
     return {
         "step": step,
         "env": group.env,
@@ -282,3 +292,42 @@ def rollout_line(
         "why": why,
         **rollout.as_record(),
     }
+
+
+ENCODER = msgspec.msgpack.Encoder()
+DECODER = msgspec.msgpack.Decoder(Group | Drawn)
+
+
+def encoded(records: Iterable[Group | Drawn]) -> bytes:
+    return b"".join(encode_record(ENCODER.encode(record)) for record in records)
+
+
+def read_records(path: Path) -> tuple[list[Group | Drawn], list[str]]:
+    """Returns the records of a log, and a warning for each damaged place: a write cut short at
+    the end, or damage by a failing disk."""
+    records: list[Group | Drawn] = []
+    warnings: list[str] = []
+    data, offset = b"", 0
+    try:
+        with reading(path):
+            data = path.read_bytes() if path.exists() else b""
+    except CorruptFileError as error:
+        warnings.append(f"{error}; rollouts there are sampled again")
+    while offset < len(data):
+        try:
+            for payload in decode_records(data[offset:], f"{path} from byte {offset}"):
+                records.append(DECODER.decode(payload))
+                offset += HEADER.size + len(payload)
+        except (CorruptFileError, *UNREADABLE) as error:
+            following = data.find(MAGIC, offset + 1)
+            offset = following if following > 0 else len(data)
+            warnings.append(f"{error}; rollouts there are sampled again")
+    return records, warnings
+
+
+def waiting_lines(path: Path) -> bytes:
+    """Returns the rollouts of the finished groups in a log in the form of rollouts/*.jsonl."""
+    records, _ = read_records(path)
+    return rollout_lines(
+        [record for record in records if isinstance(record, Group) and record.finished], None
+    )

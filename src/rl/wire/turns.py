@@ -30,8 +30,6 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Spans of one version over the completion's tokens."""
     finish_reason: str
     packed_prompt: bytes = b""
-    packed_teacher: bytes | None = None
-    """The teacher's log-probability of each token of the completion."""
     routes: bytes = b""
     """Routes of all tokens but the last, with the same number of bytes for each, see
     TrainingSample; empty if they were not asked for."""
@@ -40,9 +38,8 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     Empty if they were not asked for."""
 
     def __post_init__(self) -> None:
-        columns = [self.packed_ids, self.packed_logprobs, self.packed_teacher]
-        sizes = {len(column) for column in columns if column is not None}
-        sizes.add(sum(span.num_tokens for span in self.policy_versions) * ITEM_BYTES)
+        num_tokens = sum(span.num_tokens for span in self.policy_versions)
+        sizes = {len(self.packed_ids), len(self.packed_logprobs), num_tokens * ITEM_BYTES}
         if len(sizes) > 1:
             raise ValueError(
                 "an answer's tokens, logprobs and policy versions differ in number: "
@@ -143,8 +140,7 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
 
 
 class Turns(msgspec.Struct, omit_defaults=True, gc=False):
-    """A sequence of `Turn`s in playing order; compares equal to a list of them. Turns read from
-    it are copies."""
+    """A sequence of `Turn`s in playing order. Turns read from it are copies."""
 
     chains: list[Chain] = []
     answers: list[AnswerSpan] = []
@@ -200,7 +196,6 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 turn.packed_logprobs,
                 turn.policy_versions,
                 turn.finish_reason,
-                turn.packed_teacher,
             )
         )
 
@@ -242,10 +237,6 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
         answer = self.answers[index]
         return unpack_ids(self.ids(answer.chain, answer.end))
 
-    def prompt_ids(self, index: int) -> list[int]:
-        answer = self.answers[index]
-        return unpack_ids(self.ids(answer.chain, answer.start))
-
     def _turn(self, answer: AnswerSpan) -> Turn:
         ids, start = self.ids(answer.chain, answer.end), answer.start * ITEM_BYTES
         return Turn(
@@ -254,14 +245,8 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             packed_logprobs=answer.logprobs,
             policy_versions=answer.policy_versions,
             finish_reason=answer.finish_reason,
-            packed_teacher=answer.teacher_logprobs,
             routes=self.routes(answer.chain, answer.end - 1),
         )
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Turns):
-            return (self.chains, self.answers) == (other.chains, other.answers)
-        return isinstance(other, list) and list(self) == other
 
     def __len__(self) -> int:
         return len(self.answers)

@@ -16,9 +16,8 @@ from rl.orchestrator.batches.batch_files import (
     OrchestratorState,
     decode_state,
 )
-from rl.orchestrator.batches.batch_metrics import batch_metrics
+from rl.orchestrator.batches.contents import batch_metrics, group_samples
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
-from rl.orchestrator.batches.samples import group_samples
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.orchestrator.pipeline import choose, warnings_about
 from rl.orchestrator.tasks.task_source import TaskRef, TaskState

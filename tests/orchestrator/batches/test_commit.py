@@ -33,8 +33,7 @@ from rl.run_dir.status import RoleStatus
 from rl.system import faults
 from rl.system.functions import UserFunction
 from rl.wire.batch_file import check_rollouts, decode_batch
-from rl.wire.pending import read_records, waiting_lines
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, read_records, waiting_lines
 from tests.orchestrator.made import run_config, turn
 from tests.raised import run_error
 
@@ -165,9 +164,7 @@ class World:
 
     def play(self, one):
         """Groups start as admission lets them, some finish, and the trainer publishes."""
-        while envs := one.admission.eligible(
-            one.admission.places(one.pipeline.pending.groups), one.batches_ahead()
-        ):
+        while envs := one.eligible():
             ref = one.source.next(envs)
             one.admission.in_flight[ref.group_id] = InFlight(
                 ref, 2, one.policy.loaded, time.monotonic(), NoTask()

@@ -7,8 +7,7 @@ from zlib import crc32
 import msgspec
 import pytest
 
-from rl.orchestrator.batches.batch_metrics import batch_metrics
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.contents import batch_metrics, group_samples
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import Turns
 from tests.orchestrator.made import turn

@@ -3,12 +3,12 @@ import random
 import msgspec
 import pytest
 
-from rl.orchestrator.batches.samples import group_samples, join_spans
-from rl.wire.messages import TrainingSample, VersionSpan
+from rl.orchestrator.batches.contents import group_samples, join_spans
+from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import Turn, pack_logprobs, unpack_logprobs
 from tests.orchestrator.made import turn
-from tests.wire.samples import aligned
+from tests.wire.samples import aligned, aligned_sample
 
 
 def merge_whole_prompts(turns):
@@ -25,15 +25,15 @@ def merge_whole_prompts(turns):
     return chains
 
 
-def sample_of(chain, group, rollout_id, advantage):
+def sample_of(chain, group, rollout_id, advantage, scores):
     token_ids, mask, logprobs, teacher = [], [], [], []
     for one in chain:
         new = one.prompt_ids[len(token_ids) :]
         token_ids += new + one.completion_ids
         mask += [False] * len(new) + [True] * len(one.completion_ids)
         logprobs += [0.0] * len(new) + one.logprobs
-        teacher += [0.0] * len(new) + unpack_logprobs(one.packed_teacher or b"")
-    return TrainingSample.of(
+        teacher += [0.0] * len(new) + unpack_logprobs(scores.get(id(one), b""))
+    return aligned_sample(
         token_ids=token_ids,
         loss_mask=mask,
         logprobs=logprobs,
@@ -43,11 +43,11 @@ def sample_of(chain, group, rollout_id, advantage):
         group_id=group.group_id,
         rollout_id=rollout_id,
         temperature=group.temperature,
-        teacher_logprobs=teacher if any(one.packed_teacher for one in chain) else None,
+        teacher_logprobs=teacher if any(scores.get(id(one)) for one in chain) else None,
     )
 
 
-def random_turns(draw, with_teacher):
+def random_turns(draw):
     """A conversation whose prompts continue an earlier turn, a part of one, or nothing; few
     different ids, for many coincidences."""
     turns = []
@@ -62,15 +62,13 @@ def random_turns(draw, with_teacher):
         while left:
             spans.append(VersionSpan(draw.randrange(3), draw.randrange(left + 1)))
             left -= spans[-1].num_tokens
-        scores = [[draw.uniform(-9, 0) for _ in range(count)] for _ in range(2)]
         answer = {
             "completion_ids": [draw.randrange(2) for _ in range(count)],
-            "logprobs": scores[0],
+            "logprobs": [draw.uniform(-9, 0) for _ in range(count)],
             "policy_versions": spans,
             "finish_reason": draw.choice(["stop", "length"]),
         }
-        teacher = {"packed_teacher": pack_logprobs(scores[1])} if with_teacher else {}
-        turns.append(Turn.of(prompt, **answer, **teacher))
+        turns.append(Turn.of(prompt, **answer))
     return turns
 
 
@@ -78,17 +76,24 @@ def random_turns(draw, with_teacher):
 def test_samples_of_branching_conversations_are_those_of_their_whole_prompts(with_teacher):
     """Bit for bit, also after serialisation; and every turn is recovered unchanged."""
     for seed in range(400):
-        turns = random_turns(random.Random(seed), with_teacher)
+        turns, scores = random_turns(random.Random(seed)), {}
+        rollout = Rollout(turns=turns)
+        for one, answer in zip(turns, rollout.turns.answers if with_teacher else [], strict=False):
+            scores[id(one)] = answer.teacher_logprobs = pack_logprobs(
+                [number / 7 for number in one.completion_ids]
+            )
         group = Group(
             group_id=seed,
             env="e",
             task=0,
-            rollouts=[Rollout(turns=turns)],
+            rollouts=[rollout],
             advantages=[0.25],
             temperature=0.7,
         )
         group = msgspec.msgpack.decode(msgspec.msgpack.encode(group), type=Group)
-        expected = [sample_of(chain, group, 0, 0.25) for chain in merge_whole_prompts(turns)]
+        expected = [
+            sample_of(chain, group, 0, 0.25, scores) for chain in merge_whole_prompts(turns)
+        ]
         expected = [sample for sample in expected if sample.spans]
         assert list(map(aligned, group_samples(group))) == list(map(aligned, expected)), seed
         found = group.rollouts[0].turns

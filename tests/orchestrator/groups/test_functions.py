@@ -10,11 +10,15 @@ import pytest
 
 from rl.config.base import FunctionConfig
 from rl.config.orchestrator import CustomCreditConfig, ReinforcePlusPlusConfig, RlooConfig
-from rl.orchestrator.batches.batch_metrics import batch_metrics
+from rl.orchestrator.batches.contents import batch_metrics, group_samples
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
-from rl.orchestrator.batches.samples import group_samples
-from rl.orchestrator.groups.functions import load_functions, metrics_function
-from rl.orchestrator.groups.group_credit import Rules, credit_group, rules_of
+from rl.orchestrator.groups.group_credit import (
+    Rules,
+    credit_group,
+    load_functions,
+    metrics_function,
+    rules_of,
+)
 from rl.system.errors import GIVE_UP, RunError
 from rl.system.functions import UserFunction
 from rl.wire.rollouts import Group, rollout_lines
@@ -283,7 +287,7 @@ def test_a_slow_function_holds_nothing_up_and_one_that_does_not_return_ends_the_
         assert one.pending.groups[0].advantages == [-0.5, 0.5] * 4
 
     assert least_hold(judged) < HELD_S
-    monkeypatch.setattr("rl.orchestrator.groups.functions.CALL_S", 0.1)
+    monkeypatch.setattr("rl.orchestrator.groups.group_credit.CALL_S", 0.1)
     place = (
         f"orchestrator.credit.function {tmp_path}/slow.py:credit did not return within 0.1 s (at "
         f"{tmp_path}/slow.py:4); make it faster"

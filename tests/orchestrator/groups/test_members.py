@@ -11,7 +11,7 @@ import msgspec
 
 from rl.envs.policy import TALKS
 from rl.envs.worker import Worker
-from rl.orchestrator.groups.pending import PendingLog
+from rl.orchestrator.batches.batch_files import PendingLog
 from rl.orchestrator.main import run
 from rl.orchestrator.tasks.task_source import EnvTasks, TaskRef, TaskSource
 from rl.run_dir.status import Status
@@ -96,7 +96,7 @@ def test_a_worker_that_dies_leaves_its_finished_members(tmp_path, monkeypatch):
 def test_after_a_death_of_the_orchestrator_only_what_is_left_is_played(
     tmp_path, model, monkeypatch
 ):
-    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", light_worker.BOOTSTRAP)
+    monkeypatch.setattr("rl.orchestrator.workers.pool_worker.BOOTSTRAP", light_worker.BOOTSTRAP)
     log, hold = tmp_path / "log", tmp_path / "hold"
     hold.touch()
     env = (

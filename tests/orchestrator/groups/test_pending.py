@@ -2,10 +2,9 @@ import errno
 import json
 from pathlib import Path
 
+from rl.orchestrator.batches.batch_files import PendingLog
 from rl.orchestrator.groups.group_credit import Rules, credit_group
-from rl.orchestrator.groups.pending import PendingLog
-from rl.wire.pending import waiting_lines
-from rl.wire.rollouts import Drawn, Group, Rollout
+from rl.wire.rollouts import Drawn, Group, Rollout, waiting_lines
 from tests.orchestrator.made import turn
 
 

@@ -7,7 +7,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from rl.config.orchestrator import TeacherConfig
-from rl.orchestrator.batches.samples import group_samples
+from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.teacher import Teacher, make_teachers
 from rl.wire.rollouts import Group, Rollout
 from tests.orchestrator.made import turn
@@ -58,7 +58,11 @@ def test_a_chain_of_turns_is_one_request_and_every_sampled_token_gets_its_own_nu
     for sample in samples:
         expected = [logprob(sample.token_ids.tolist(), place) for place in sample.trained.tolist()]
         assert sample.teacher_logprobs.tolist() == pytest.approx(expected)
-    assert all(t.packed_teacher is None for rollout in rollouts[1:] for t in rollout.turns)
+    assert all(
+        answer.teacher_logprobs is None
+        for rollout in rollouts[1:]
+        for answer in rollout.turns.answers
+    )
 
 
 def test_what_passes_is_repeated_and_what_does_not_fails_the_rollout():

@@ -7,7 +7,7 @@ import pytest
 
 from rl.models.renderer import conversation_ids, load_renderer
 from rl.orchestrator.recorded.lines import Converter, RecordedTurn
-from rl.orchestrator.recorded.recording import read
+from rl.orchestrator.recorded.run import read
 from rl.system.errors import RunError
 from rl.wire.rollouts import Group, Rollout, rollout_lines
 from tests.models.conversations import assistant, user

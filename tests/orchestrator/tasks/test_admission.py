@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl.orchestrator.tasks import admission as admission_module
-from rl.orchestrator.tasks.admission import Admission, InFlight, Pace, PlaceCounts, eligible
+from rl.orchestrator.tasks.admission import Admission, InFlight, Pace, PlaceCounts
 from rl.orchestrator.tasks.task_source import TaskRef
 
 ONE = {"a": 1.0}
@@ -15,7 +15,14 @@ def room(places, shares=ONE, batch_size=8, ahead=1, cap=1000, max_refill=3, trai
     trainable_shares = (
         trainable if isinstance(trainable, dict) else dict.fromkeys(shares, trainable)
     )
-    return eligible(shares, places, batch_size, ahead, cap, max_refill, trainable_shares)
+    settings = SimpleNamespace(batch_size=batch_size, max_in_flight=cap, max_refill=max_refill)
+    config, source = (
+        SimpleNamespace(orchestrator=settings),
+        SimpleNamespace(shares=shares, retry=[]),
+    )
+    admission = Admission(config, source)
+    admission.trainable_share = lambda: trainable_shares
+    return admission.eligible(places, ahead)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rl.orchestrator.workers.pool import EnvLostError, WorkerPool
-from rl.orchestrator.workers.worker_launcher import WorkerLauncher
+from rl.orchestrator.workers.pool_worker import WorkerLauncher
 from rl.run_dir.spans import DECODER, Span
 from rl.system import process_table
 from rl.system.errors import RESTART
@@ -252,7 +252,7 @@ def test_a_refused_start_of_a_worker_is_tried_again_and_does_not_blame_its_inter
     def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.start", refuse)
+    monkeypatch.setattr("rl.orchestrator.workers.pool_worker.start", refuse)
     with run_error("cannot be started now: Resource temporarily unavailable; make room") as caught:
         WorkerLauncher().start(worker_setup(), tmp_path / "setup", tmp_path / "log", "", warm=False)
     assert caught.value.exit_code == RESTART

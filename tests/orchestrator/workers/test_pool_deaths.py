@@ -73,7 +73,7 @@ def test_groups_of_a_worker_that_does_not_come_back_go_to_another(tmp_path, monk
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_S", 0.02)
     monkeypatch.setattr("rl.orchestrator.workers.pool.RESTART_LIMIT_S", 0.05)
     monkeypatch.setattr("rl.orchestrator.workers.pool.BARREN_DEATHS", 1)
-    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.COPY_S", 0.05)
+    monkeypatch.setattr("rl.orchestrator.workers.pool_worker.COPY_S", 0.05)
 
     async def feed(pool):
         while True:
@@ -90,9 +90,7 @@ def test_groups_of_a_worker_that_does_not_come_back_go_to_another(tmp_path, monk
         play, _ = dying.sent.values()
         play.order.sampling["seconds"], play.kills = 0.0, int(kind == "suspect")
         feeding = asyncio.create_task(feed(pool)) if kind == "busy" else None
-        monkeypatch.setattr(
-            "rl.orchestrator.workers.worker_launcher.BOOTSTRAP", "raise SystemExit(1)"
-        )
+        monkeypatch.setattr("rl.orchestrator.workers.pool_worker.BOOTSTRAP", "raise SystemExit(1)")
         os.kill(dying.child.pid, signal.SIGKILL)
         assert [rollout.reward for rollout in await held] == [7.0]
         # it goes on being started, and is no reason to lose the environment

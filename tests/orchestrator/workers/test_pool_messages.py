@@ -11,8 +11,7 @@ import pytest
 
 from rl.orchestrator.workers.pool import PoolWorker, WorkerPool
 from rl.system.children import start
-from rl.wire.streams import MAX_MESSAGE_BYTES, MessageStream
-from rl.wire.worker_messages import Ready
+from rl.wire.worker_messages import MAX_MESSAGE_BYTES, MessageStream, Ready
 from tests.orchestrator.made import worker_setup
 
 GARBAGE = [b"garbage", b"", b"\x91" * 5000, b"\x82\xa4type\xaaLone\x85", b"\xdd\xff\xff\xff\xff"]

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from rl.orchestrator.workers.validate_played import validate_played
+from rl.orchestrator.workers.pool_worker import validate_played
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import MAX_NAME, Rollout, unfit
 from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet

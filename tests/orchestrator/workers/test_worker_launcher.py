@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from rl.orchestrator.workers.pool import WorkerPool
-from rl.orchestrator.workers.worker_launcher import WorkerLauncher
+from rl.orchestrator.workers.pool_worker import WorkerLauncher
 from rl.wire.worker_messages import PolicySpec
 from tests.interpreters import interpreter
 from tests.orchestrator.made import worker_setup
@@ -130,7 +130,7 @@ def test_the_current_directory_is_not_searched_before_what_is_installed(tmp_path
     """A folder of a package's name in the working directory would shadow it, and a queue.py the
     standard library."""
     program = "import os, sys; print('' in sys.path, __debug__, os.environ.get('PYTHONWARNINGS'))"
-    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", program)
+    monkeypatch.setattr("rl.orchestrator.workers.pool_worker.BOOTSTRAP", program)
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")  # which would take the asserts out of rewards
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     child = WorkerLauncher().start(

@@ -192,7 +192,7 @@ def test_what_a_worker_in_a_sandbox_sees_and_reaches(tmp_path, model, monkeypatc
 def test_the_network_and_the_keys_that_its_settings_name(tmp_path, monkeypatch):
     """A server on this machine is reachable only with `network = true`, and a variable is
     visible only if `keys` names it."""
-    monkeypatch.setattr("rl.orchestrator.workers.worker_launcher.BOOTSTRAP", light_worker.BOOTSTRAP)
+    monkeypatch.setattr("rl.orchestrator.workers.pool_worker.BOOTSTRAP", light_worker.BOOTSTRAP)
     monkeypatch.setenv("PYTHONPATH", str(light_worker.ROOT))
     for name in ("JUDGE_KEY", "OTHER_KEY"):
         monkeypatch.setenv(name, "secret")

@@ -32,13 +32,13 @@ from rl.trainer.data.packing import (
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer
 from rl.trainer.train import TrainContext, train_step
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.layouts import gradients_of, weights_of
 from tests.trainer.policies import learner
 from tests.trainer.samples import assert_equal, make_batch, make_sample, plain_scores
-from tests.wire.samples import aligned
+from tests.wire.samples import aligned, aligned_sample
 
 A, B, C, D, E = range(10, 15)
 
@@ -74,7 +74,7 @@ def random_batch(rng: random.Random) -> TrainBatch:
         trained = sum(mask)
         new = rng.randint(0, trained)
         samples.append(
-            TrainingSample.of(
+            aligned_sample(
                 token_ids=[rng.randint(1, 2) for _ in range(length)],
                 loss_mask=mask,
                 logprobs=[rng.uniform(-3, 0) for _ in range(length)],

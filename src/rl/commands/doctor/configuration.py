@@ -32,7 +32,7 @@ CONNECT_S = 5.0
 FIND_MODEL, ASK_HUB, CHECK_ENGINE, ASK_SERVICE = (
     "rl.models.folder",
     "rl.models.hub",
-    "rl.inference.check",
+    "rl.inference.engine_args",
     "rl.tinker.client.service",
 )
 """Modules that run in separate processes, so that nothing heavy is imported here."""

@@ -14,7 +14,7 @@ from rl.config.run import ModelConfig, RLConfig
 from rl.launch.children import Children
 from rl.launch.role_state import failure
 from rl.models.tokenizer import text_ids
-from rl.orchestrator.policy.probe import complete
+from rl.orchestrator.policy.trainer_requests import complete
 from rl.system.children import PYTHON
 from rl.system.errors import RunError
 from rl.system.terminal import say, table

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rl.orchestrator.batches.batch_metrics import metric_values
+from rl.orchestrator.batches.contents import metric_values
 from rl.run_dir.files import write_file
 from rl.wire.rollouts import Rollout, at_least
 

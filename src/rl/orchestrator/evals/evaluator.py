@@ -147,13 +147,18 @@ class Evaluator:
         """Plays all rollouts of an evaluation with every token sampled by `version`, as many at
         once as may play in training."""
         settings, env = self.config.orchestrator, self.envs[entry.label]
-        sampling = settings.sampling.model_dump(exclude_none=True)
-        sampling |= entry.sampling.model_dump(exclude_none=True)
-        # The same seed for every version, so that versions are compared on the same draws.
-        seeds = [derived_seed(self.config.seed, entry.label, task) for task in range(env.num_tasks)]
+        sampling = self.config.sampling_of(entry)
         jobs = [
-            PlayJob(env.worker_env, "eval", task, entry.samples, sampling, seed=seed)
-            for task, seed in enumerate(seeds)
+            PlayJob(
+                env.worker_env,
+                "eval",
+                task,
+                entry.samples,
+                sampling,
+                # the same for every version, so that versions are compared on the same draws
+                seed=derived_seed(self.config.seed, entry.label, task),
+            )
+            for task in range(env.num_tasks)
         ]
         results: dict[int, list[Rollout]] = {}
         for _ in range(MAX_ATTEMPTS):

@@ -18,7 +18,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from rl.config.orchestrator import TeacherConfig
-from rl.orchestrator.batches.samples import is_trained
+from rl.orchestrator.batches.contents import is_trained
 from rl.run_dir.access_token import hides_keys
 from rl.run_dir.files import UNREADABLE
 from rl.system.credentials import redact

@@ -11,7 +11,7 @@ explained in tasks/admission.py.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -138,17 +138,9 @@ class ServedPolicy:
         server holds. Raises InferenceLostError."""
         held = await self.servers.wait_for_any()
         self.scan()
+        # if they hold none: of another history of the run, or deleted meanwhile
         sound = [version for version in held.values() if version in self.versions]
-        if sound:
-            self.loaded = max(sound)
-        else:  # the version is of another history of the run, or was deleted meanwhile
-            newest = max(self.versions)
-            log.warning(
-                "inference holds version %d, which does not exist here: it gets version %d",
-                min(held.values()),
-                newest,
-            )
-            await self.load(self.versions[newest])
+        self.loaded = max(sound or self.versions)
         await self.reconcile()
 
     def available(self, after: int = -1) -> list[int]:
@@ -358,34 +350,26 @@ class ServedPolicy:
         if is_ahead and not self._skips_eval(oldest):
             await self._take_over(oldest)
             log.warning("inference came back with version %d", oldest)
-        elif self.loaded not in self.available(after=self.loaded - 1):
-            if not answers:
-                await self._follow(held)
-        elif answers:
+            return
+        if self.loaded not in self.available(after=self.loaded - 1):
+            if answers:
+                return
+            # it is no longer on disk: continues with the oldest version of this run that a server
+            # holds, else with the newest one on disk
+            known = [version for version in held if version in self.versions]
+            await self._take_over(min(known) if known else max(self.available()))
+            if known:
+                return
+        if answers:
             for url, version in self.servers.known.items():
                 if not self._may_answer(version):
                     self._start_load(url, self.versions[self.loaded])
-        else:
-            version = f"version {oldest}"
-            if oldest == OTHER_HISTORY:
-                version = "a different version with that number"
-            log.warning("inference holds %s: it gets version %d again", version, self.loaded)
-            await self._load(self.versions[self.loaded])
-
-    async def _follow(self, held: Collection[int]) -> None:
-        """Continues with the oldest version of this run that a server holds, because the loaded
-        one is no longer on disk; if they hold none, with the newest one on disk."""
-        if known := [version for version in held if version in self.versions]:
-            return await self._take_over(min(known))
-        newest = max(self.available())
-        log.warning(
-            "inference holds version %d, but neither it nor %d exists here: it gets version %d",
-            min(held),
-            self.loaded,
-            newest,
-        )
-        if await self._load(self.versions[newest]) is not None:
-            await self._take_over(newest)
+            return
+        version = f"version {oldest}"
+        if oldest == OTHER_HISTORY:
+            version = "a different version with that number"
+        log.warning("inference holds %s: it gets version %d", version, self.loaded)
+        await self._load(self.versions[self.loaded])
 
     async def _take_over(self, version: int) -> None:
         """Makes a version the loaded one; no group relies on it before all workers know which

@@ -1,35 +1,208 @@
-"""The orchestrator of a run of recorded rollouts: forms batches of them in their order, and answers
-the trainer. Nothing is played.
+"""The orchestrator of a run of recorded rollouts: reads them, forms batches of them in their order,
+and answers the trainer. Nothing is played.
 
 Which rollouts a batch has depends on the file and the settings alone, so batches that are lost or
 cut off are made again as they were, and all of them are checked before the first is trained.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from rl.config.orchestrator import EnvConfig
 from rl.config.run import RLConfig
+from rl.models.folder import vocab_size
 from rl.orchestrator.batches.batch_files import BatchFiles, OrchestratorState, state_after
-from rl.orchestrator.groups.functions import in_thread
-from rl.orchestrator.groups.group_credit import credit_group, rules_of
+from rl.orchestrator.groups.group_credit import credit_group, in_thread, rules_of
 from rl.orchestrator.policy.trainer_requests import TrainerRequests
 from rl.orchestrator.progress import Progress
-from rl.orchestrator.recorded.recording import RecordedRollouts, digests, files_of, read
+from rl.orchestrator.recorded.lines import Converter, RecordedLine, lines_of, parse
 from rl.orchestrator.tasks.task_source import TaskState
 from rl.run_dir.access_token import run_token
-from rl.run_dir.files import write_file
+from rl.run_dir.files import matching, write_file
 from rl.run_dir.paths import RunDir, first_step, numbers, read_origin
 from rl.run_dir.status import Phase, RunEnd, RunWarning, Status
 from rl.system.errors import RunError
+from rl.system.jsonl import json_objects
+from rl.wire.batch_file import check_given
+from rl.wire.rollouts import Group
 from rl.wire.transport import TrainerServer
 
+EXAMPLE = (
+    '{"task": 3, "reward": 1.0, "messages": [...], "turns": [{"prompt_ids": [...], '
+    '"completion_ids": [...], ...}]}'
+)
+
+
+@dataclass
+class RecordedRollouts:
+    """The rollouts of one or several files."""
+
+    groups: list[Group] = field(default_factory=list)
+    """In the order of their first rollouts."""
+    places: dict[int, list[str]] = field(default_factory=dict)
+    """Group id -> file:line of each rollout."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What is lacking -> number of rollouts that lack it."""
+
+    @property
+    def size(self) -> int:
+        """Number of rollouts."""
+        return sum(map(len, self.places.values()))
+
+
+def files_of(pattern: str) -> list[Path]:
+    """Returns the files of recorded.rollouts. Raises RunError if there is none."""
+    files = [path for path in matching(pattern) if path.is_file()]
+    if not files:
+        raise RunError(
+            f"recorded.rollouts = {pattern!r}: there is no such file; give a JSONL file, or "
+            "a pattern (data/*.jsonl)"
+        )
+    return files
+
+
+def digests(files: list[Path]) -> dict[str, str]:
+    """Returns the SHA-256 of each file, by path. Raises RunError for a damaged file of another
+    run's rollouts."""
+    sums = {}
+    for path in files:
+        check_given(path)
+        with path.open("rb") as file:
+            sums[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return sums
+
+
+def read(config: RLConfig, model_path: str, first_group: int) -> RecordedRollouts:
+    """Reads the files. Group ids count from `first_group`. Raises RunError with file, line and
+    field of the first fault."""
+    assert config.recorded
+    recording, files = RecordedRollouts(), files_of(config.recorded.rollouts)
+    convert = Converter(config, model_path, vocab_size(Path(model_path)))
+    groups: dict[Any, Group] = {}
+    tasks: dict[tuple[str, Any], int] = {}
+    episodes: dict[tuple[int, Any], Episode] = {}
+    heats: dict[int, tuple[float, str]] = {}
+    prompts: dict[tuple[int, str, bool], Any] = {}
+    for path in files:
+        for where, row in json_objects(path, EXAMPLE):
+            for line in parsed(row, where):
+                task = line.prompt if line.task is None else line.task
+                key = msgspec.json.encode(
+                    [
+                        line.env,
+                        task,
+                        line.group_id,
+                        str(path.parent) if line.group_id is not None else "",
+                    ]
+                )
+                if (group := groups.get(key)) is None:
+                    number = (
+                        task
+                        if isinstance(task, int)
+                        else tasks.setdefault((line.env, msgspec.json.encode(task)), len(tasks))
+                    )
+                    group = groups[key] = Group(
+                        group_id=first_group + len(groups), env=line.env, task=number, rollouts=[]
+                    )
+                if line.is_trainable and not line.failure:
+                    heat = temperature(line, config, where)
+                    group.temperature, first = heats.setdefault(group.group_id, (heat, where))
+                    if heat != group.temperature:
+                        why = (
+                            f"not that of {first}, a rollout of the same task; give them "
+                            "different group_ids"
+                        )
+                        raise RunError(f"{where}: temperature: {why}")
+                rollout = convert.rollout(line, where)
+                if line.prompt != prompts.setdefault(
+                    (group.group_id, line.agent, bool(line.messages)), line.prompt
+                ):
+                    convert.counts[
+                        "have another prompt than the first of their task: give rows of "
+                        "several environments their `env`"
+                    ] += 1
+                key_of_episode = (
+                    group.group_id,
+                    where if line.sample is None else (str(path), line.sample),
+                )
+                episode = episodes.setdefault(
+                    key_of_episode, Episode(len({rollout.episode for rollout in group.rollouts}))
+                )
+                episode.add(line, where)
+                rollout.episode = episode.number
+                group.rollouts.append(rollout)
+                recording.places.setdefault(group.group_id, []).append(where)
+    recording.groups, recording.counts = list(groups.values()), convert.counts
+    if not groups:
+        raise RunError(
+            f"{', '.join(map(str, files))}: has no rollouts; write one a line, like {EXAMPLE}"
+        )
+    return recording
+
+
+def parsed(row: dict[str, Any], where: str) -> list[RecordedLine]:
+    """Returns the rollouts of a row. Raises RunError."""
+    try:
+        lines = list(lines_of(row))
+    except RunError as error:
+        raise RunError(f"{where}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raise RunError(
+            f"{where}: not as verifiers writes it ({type(error).__name__}: {error}); save it again"
+        ) from None
+    return [parse(line, where) for line in lines]
+
+
+def temperature(line: RecordedLine, config: RLConfig, where: str) -> float:
+    """Returns the temperature at which a rollout was sampled. Raises RunError for one at which
+    nothing can be trained."""
+    heat = (
+        config.orchestrator.sampling.temperature if line.temperature is None else line.temperature
+    )
+    if not 0 < heat < math.inf:
+        raise RunError(
+            f"{where}: temperature: {heat} is not a finite number above 0, at which the "
+            "trainer can score its tokens"
+        )
+    return heat
+
+
+class Episode:
+    """The lines of an episode so far."""
+
+    def __init__(self, number: int):
+        self.number, self.size = number, 0
+        self.firsts: dict[tuple[str, int | str | None], str] = {}
+        """(agent, rollout_id) -> place of the first line."""
+
+    def add(self, line: RecordedLine, where: str) -> None:
+        """Raises RunError for a second line of the same rollout. Rows of verifiers, and episodes
+        that say how many lines they have, may have several of one agent."""
+        first = self.firsts.setdefault((line.agent, line.rollout_id), where)
+        if first != where and self.size >= line.agents:
+            remedy = "did two programs write the file? Give each rollout a sample of its own"
+            raise RunError(
+                f"{where}: sample: {line.sample!r} of agent {line.agent!r} is in {first} "
+                f"already; {remedy}"
+            )
+        self.size += 1
+
+
 log = logging.getLogger(__name__)
+
+
+# The run ------------------------------------------------------------------------------------------
 
 
 class RecordedRun:
@@ -242,17 +415,13 @@ def check_same(config: RLConfig) -> dict[str, str]:
     assert config.recorded
     path, now = checksums_of(config.run_dir), digests(files_of(config.recorded.rollouts))
     before = json.loads(path.read_bytes()) if path.exists() else now
-    if sorted(before.values()) != sorted(now.values()):
-        changed = [name for name, digest in now.items() if digest not in before.values()]
-        raise RunError(
-            f"{min(changed or before)}: has changed since the run began with it: restore the "
-            "file, or train the new one in a run of its own: --name NEW, or rl branch"
-        )
     if list(before.values()) != list(now.values()):  # whose folder may have changed
+        changed = [name for name, digest in now.items() if digest not in before.values()]
         order = ", ".join(Path(name).name for name in before)
         raise RunError(
-            f"{config.recorded.rollouts}: in another order than when the run began; name the "
-            f"files so that it is again {order}"
+            f"{min(changed or before)}: has changed, or comes in another order, since the run "
+            f"began with {order}: restore the file or its name, or train the new one in a run of "
+            "its own: --name NEW, or rl branch"
         )
     return now
 

@@ -102,50 +102,6 @@ class InFlight:
     task: "asyncio.Task[None]"
 
 
-def eligible(
-    shares: dict[str, float],
-    places: PlaceCounts,
-    batch_size: int,
-    batches_ahead: int,
-    max_in_flight: int,
-    max_refill: int,
-    trainable_share: Mapping[str, float],
-) -> list[str]:
-    """Returns the environments from which a group may be started now; empty if there is no room.
-
-    batches_ahead: how many batches may still be sampled. max_in_flight: how many episodes may play
-    at once in total, slow ones included; each environment has its share of them. A slow environment
-    that has used up its share leaves the places to the others.
-
-    Shares are of the episodes played: replacements for dropped groups are shared like the rest, so
-    that an environment that is solved, or that fails, does not take all of them. At most
-    `max_refill` batches' worth are played for each batch that may be sampled; if all of these were
-    dropped, more are played until there is something to train on.
-
-    `trainable_share`: by environment, the share of episodes in flight that is likely to be trained
-    (default 1); the rest are replaced in advance, within the same limit.
-    """
-    window, most = batch_size * batches_ahead, max_refill * batch_size * batches_ahead
-    all_dropped = places.dropped.total() >= most and not places.usable
-    if places.dropped.total() + places.held >= most and not all_dropped:
-        return []
-    lost = sum(
-        (1.0 - max(trainable_share.get(env, 1.0), 1.0 / max_refill)) * count
-        for env, count in places.playing.items()
-        if not all_dropped
-    )
-    if places.held - lost >= window:
-        return []
-    dropped = places.dropped.total() + lost
-    below_cap = [
-        env
-        for env, share in shares.items()
-        if places.playing[env] + places.slow[env] < max(1.0, share * max_in_flight)
-    ]
-    played = places.usable + places.playing + places.dropped
-    return [env for env in below_cap if played[env] < shares[env] * (window + dropped)] or below_cap
-
-
 class Admission:
     """Keeps the groups in flight, and decides from which environments another may be started."""
 
@@ -183,20 +139,43 @@ class Admission:
         return places
 
     def eligible(self, places: PlaceCounts, batches_ahead: int) -> list[str]:
-        """Returns the environments from which a group may be started, by the lag bound, the
-        run's end, the refill limit and the shares."""
+        """Returns the environments from which a group may be started now; empty if there is no
+        room. `batches_ahead`: how many batches may still be sampled.
+
+        Shares are of the episodes played: replacements for dropped groups are shared like the
+        rest, so that an environment that is solved, or that fails, does not take all of them. At
+        most `max_refill` batches' worth are played for each batch that may be sampled; if all of
+        these were dropped, more are played until there is something to train on. Episodes in
+        flight that are likely to be dropped are replaced in advance, within the same limit.
+
+        Each environment has its share of `max_in_flight`, slow episodes included. One that has
+        used up its share leaves the places to the others.
+        """
+        settings, shares = self.config.orchestrator, self.source.shares
         if self.source.retry and batches_ahead > 0:
-            return list(self.source.shares)  # lost groups were already given a place
-        settings = self.config.orchestrator
-        return eligible(
-            self.source.shares,
-            places,
-            settings.batch_size,
-            batches_ahead,
-            settings.max_in_flight,
-            settings.max_refill,
-            self.trainable_share(),
+            return list(shares)  # lost groups were already given a place
+        window = settings.batch_size * batches_ahead
+        most = settings.max_refill * window
+        all_dropped = places.dropped.total() >= most and not places.usable
+        if places.dropped.total() + places.held >= most and not all_dropped:
+            return []
+        trainable = self.trainable_share()
+        lost = sum(
+            (1.0 - max(trainable.get(env, 1.0), 1.0 / settings.max_refill)) * count
+            for env, count in places.playing.items()
+            if not all_dropped
         )
+        if places.held - lost >= window:
+            return []
+        dropped = places.dropped.total() + lost
+        below_cap = [
+            env
+            for env, share in shares.items()
+            if places.playing[env] + places.slow[env] < max(1.0, share * settings.max_in_flight)
+        ]
+        played = places.usable + places.playing + places.dropped
+        needed = [env for env in below_cap if played[env] < shares[env] * (window + dropped)]
+        return needed or below_cap
 
     def first(self) -> float:
         """Returns the lowest id of a group in flight or lost; infinity if there is none."""

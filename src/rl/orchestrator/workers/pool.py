@@ -21,17 +21,18 @@ from typing import Any
 
 import msgspec
 
-from rl.orchestrator.groups.functions import in_thread
+from rl.orchestrator.groups.group_credit import in_thread
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
     EnvLostError,
     GroupPlay,
     PoolWorker,
+    WorkerLauncher,
     kill_reason,
+    likely_reason,
+    validate_played,
     wait_ready,
 )
-from rl.orchestrator.workers.validate_played import validate_played
-from rl.orchestrator.workers.worker_launcher import WorkerLauncher
 from rl.orchestrator.workers.worker_sandbox import WorkerSandbox
 from rl.system import faults, process_table
 from rl.system.children import RestartPolicy
@@ -39,7 +40,6 @@ from rl.system.errors import RunError
 from rl.system.linux import socket_base
 from rl.system.sandbox import innermost
 from rl.wire.rollouts import Rollout, Split
-from rl.wire.streams import MessageServer
 from rl.wire.transport import Rejected
 from rl.wire.worker_messages import (
     Cancel,
@@ -47,6 +47,7 @@ from rl.wire.worker_messages import (
     Describe,
     Description,
     LoadFailed,
+    MessageServer,
     Played,
     PlayGroup,
     Ready,
@@ -302,7 +303,8 @@ class WorkerPool:
                     self._send(worker, self.server_set)
                 worker.ready.set_result(ready)
             case LoadFailed(message) if not worker.ready.done():
-                worker.fail_ready(message)
+                reason = likely_reason(worker.setup.python, message)
+                worker.ready.set_exception(RunError(message + reason))
             case Description() as description if worker.descriptions:
                 if not (answer := worker.descriptions.popleft()).done():
                     answer.set_result(description)

@@ -1,23 +1,57 @@
-"""One worker process: the pool's state of it, its groups, and the reasons to kill it."""
+"""One worker process: its start, the pool's state of it, the check of what it sends, and the
+reasons to kill it.
+
+The first worker of a home is started cold, and forks a copy of itself once its imports are done.
+All others in that home, whatever their environment, and replacements for dead workers are forked
+from the copy. Sandboxed workers are started cold (worker_sandbox.py says why), as is any worker for
+which there is no copy. A copy has imported the adapter and the library of environments, but no
+environment: these may start threads.
+
+The pool trusts no worker: any code in its sandbox can impersonate it. Rewards are not verified
+(docs/security.md), but nothing that a worker sends may reach a batch or the run's files unless it
+could have come from the served model (`validate_played`).
+"""
 
 import asyncio
+import errno
+import math
+import os
 import re
 import shlex
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import psutil
+from msgspec import ValidationError
 
 from rl.homes.home import home_of, unmet
 from rl.homes.needs import WORKER
-from rl.system.children import Child
+from rl.orchestrator.workers.worker_sandbox import variables_of
+from rl.run_dir.files import UNREADABLE
+from rl.system import process_table
+from rl.system.children import PYTHON, Child, add_marker, inherited, start
 from rl.system.credentials import redact
 from rl.system.errors import RESTART, RunError
-from rl.wire.rollouts import Rollout
-from rl.wire.worker_messages import Description, FromWorker, Played, PlayGroup, Ready, WorkerSetup
+from rl.system.linux import adopt_orphans
+from rl.system.prefork import PreforkedProcess
+from rl.system.sandbox import Sandbox
+from rl.wire.rollouts import Rollout, unfit
+from rl.wire.turns import AnswerSpan, Turns
+from rl.wire.worker_messages import (
+    Description,
+    FromWorker,
+    Played,
+    PlayGroup,
+    PolicySpec,
+    Ready,
+    ServerSet,
+    WorkerSetup,
+)
 
 ANSWERS = msgspec.msgpack.Decoder(FromWorker)
 STOPPED_S = 10.0
@@ -111,10 +145,6 @@ class PoolWorker:
             and not self.kill_reason
         )
 
-    def fail_ready(self, message: str) -> None:
-        """Fails `ready`: the environment could not be loaded."""
-        self.ready.set_exception(RunError(message + likely_reason(self.setup.python, message)))
-
     def fail_descriptions(self, reason: str) -> None:
         """Fails pending descriptions with RunError: the worker is dead."""
         text = (
@@ -199,3 +229,228 @@ def lacking_remedy(python: str) -> str:
         return f"run `rl env remove {home.name}`; the next start makes its home again"
     install = shlex.join(["uv", "pip", "install", "--python", python, *WORKER])
     return f"`{install}`, the environment's own package, and verifiers (classic: <0.4)"
+
+
+# Its start ----------------------------------------------------------------------------------------
+
+
+BOOTSTRAP = """
+import importlib.util, runpy, sys
+folder, setup_file = sys.argv[1:]
+file, where = folder + "/__init__.py", [folder]
+spec = importlib.util.spec_from_file_location("rl", file, submodule_search_locations=where)
+sys.modules["rl"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["rl"])
+sys.argv = ["worker", setup_file]
+runpy.run_module("rl.envs.worker", run_name="__main__")
+"""
+"""Runs the worker in another virtual environment: from ours it sees only this package, nothing
+installed next to it."""
+POLL_S = 0.01
+MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
+"""Errors of an interpreter that is not there or cannot be run; all others may pass."""
+COPY_S = 60.0
+"""Longest wait for a copy; after that a worker is started cold."""
+
+
+def command_of(setup: WorkerSetup, setup_path: Path) -> list[str]:
+    """Returns the command that starts a worker with this setup cold."""
+    if not setup.python:
+        return [*PYTHON, "-m", "rl.envs.worker", str(setup_path)]
+    return [setup.python, "-P", "-c", BOOTSTRAP, str(Path(__file__).parents[2]), str(setup_path)]
+
+
+class WorkerLauncher:
+    """Starts worker processes. At most one copy per interpreter is waiting."""
+
+    def __init__(self) -> None:
+        self.preforked: dict[str, PreforkedProcess] = {}
+        """By interpreter."""
+        adopt_orphans()
+
+    def start(
+        self,
+        setup: WorkerSetup,
+        setup_path: Path,
+        log_path: Path,
+        marker: str,
+        warm: bool,
+        sandbox: Sandbox | None = None,
+    ) -> Child:
+        """Starts a process, from a waiting copy if there is one and `warm` is set; `marker` is in
+        its environment and is inherited by its children. Raises RunError if its interpreter does
+        not exist, or if the system refuses another process, which may pass.
+
+        The setup is passed in a file: arguments are limited to 128 KiB, and visible to everyone on
+        the machine.
+        """
+        setup_path.write_bytes(msgspec.json.encode(setup))
+        preforked = self.preforked.get(setup.python) if not sandbox else None
+        if (
+            warm
+            and preforked
+            and (
+                pid := preforked.call(
+                    log_path, {process_table.MARKER: add_marker(marker)}, [str(setup_path)]
+                )
+            )
+        ):
+            return Child(setup.worker_id, pid, log_path, marker)
+        command, env = command_of(setup, setup_path), inherited()
+        # programs that the environment calls by name come from its own virtual environment
+        if setup.python:
+            env["PATH"] = f"{Path(setup.python).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+        try:
+            if not os.path.exists(command[0]):  # bubblewrap would not report it
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            if sandbox:
+                return start(
+                    setup.worker_id,
+                    sandbox.wrap(command),
+                    variables_of(setup, env),
+                    log_path,
+                    new_session=False,
+                    marker=marker,
+                )
+            if preforked:
+                preforked.close()
+            preforked = self.preforked[setup.python] = PreforkedProcess(marker)
+            try:
+                env |= preforked.environment
+                return start(
+                    setup.worker_id,
+                    command,
+                    env,
+                    log_path,
+                    inherited=preforked.inherited,
+                    new_session=False,
+                    marker=marker,
+                )
+            finally:
+                preforked.started()
+        except OSError as error:
+            if error.errno not in MISSING:
+                text = (
+                    f"{command[0]} cannot be started now: {error.strerror}; make room for its "
+                    "files or processes"
+                )
+                raise RunError(f"environment {setup.env.name}: {text}", RESTART) from None
+            remedy = "set orchestrator.environment.python to an existing interpreter"
+            if home_of(setup.python):
+                remedy = "its home was deleted: --resume makes it again, as any start does"
+            raise RunError(
+                f"environment {setup.env.name}: {command[0]} does not start: "
+                f"{error.strerror}; {remedy}"
+            ) from None
+
+    async def copy(self, python: str) -> None:
+        """Waits until a copy with this interpreter is available, or none will come: the worker
+        ended, or continues without forking one, or takes longer than COPY_S for its imports."""
+        preforked, deadline = self.preforked.get(python), time.monotonic() + COPY_S
+        while (
+            preforked
+            and not preforked.poll()
+            and not preforked.over
+            and time.monotonic() < deadline
+        ):
+            await asyncio.sleep(POLL_S)
+
+    def waiting(self) -> set[int]:
+        """Returns the pids of the waiting copies."""
+        return {preforked.poll() for preforked in self.preforked.values()} - {0}
+
+    def close(self) -> None:
+        """Ends the waiting copies."""
+        while self.preforked:
+            self.preforked.popitem()[1].close()
+
+
+# What it sends ------------------------------------------------------------------------------------
+
+
+MOST_LIKELY = 1e-3
+"""Nats. A log-probability above 0 by more than rounding is invalid."""
+
+
+def validate_played(
+    played: Played, order: PlayGroup, policy: PolicySpec, server_set: ServerSet | None
+) -> None:
+    """Raises msgspec.ValidationError if a worker cannot have played this. `order`: the order for
+    the unfinished rest of the group."""
+    episodes, finished = {rollout.episode for rollout in played.rollouts}, set(order.done)
+    if wrong := episodes & finished or episodes - set(range(order.num_episodes)):
+        raise ValidationError(
+            f"episode {min(wrong)} of a group of {order.num_episodes}, of which "
+            f"{len(finished)} were finished"
+        )
+    left = order.num_episodes - len(finished) - len(episodes)
+    if played.unfinished != left:
+        raise ValidationError(
+            f"{played.unfinished} unfinished episodes of a group of {order.num_episodes}, of "
+            f"which {left} are left"
+        )
+    for i, rollout in enumerate(played.rollouts):
+        if why := next(
+            faults_of(
+                rollout, policy, server_set.newest if server_set else None, order.split == "train"
+            ),
+            "",
+        ):
+            raise ValidationError(f"rollout {i}: {why}")
+
+
+def faults_of(
+    rollout: Rollout, policy: PolicySpec, newest: int | None, trains: bool
+) -> Iterator[str]:
+    """Yields what is impossible in one rollout. `newest`: the newest policy version; None if
+    unknown. `trains`: see faults_of_answer."""
+    if why := unfit(rollout):
+        yield why
+    if isinstance(rollout.text, bytes):
+        yield from faults_of_text(rollout.text)
+    if not rollout.error:
+        yield from faults_of_turns(rollout.turns, policy, newest, trains)
+
+
+def faults_of_text(text: bytes) -> Iterator[str]:
+    """Yields why a text is not the messages of a line: it is copied into files of JSON lines
+    without being written again."""
+    if b"\n" in text or b"\r" in text:
+        yield "messages with the end of a line"
+    try:
+        text.decode()
+        msgspec.json.decode(text, type=list[dict[str, msgspec.Raw]])
+    except UNREADABLE as error:
+        yield f"messages that are not JSON ({error})"
+
+
+def faults_of_turns(
+    turns: Turns, policy: PolicySpec, newest: int | None, trains: bool = True
+) -> Iterator[str]:
+    """Yields what the served model cannot have sampled, or been asked."""
+    for chain in turns.chains:
+        # not numpy: its import starts a thread, and only a single-threaded process can be forked as
+        # a copy
+        ids = array("i", chain.tail)
+        if ids and (min(ids) < 0 or 0 < policy.vocab_size <= max(ids)):
+            yield (
+                f"token ids {min(ids)} to {max(ids)}; the model's are 0 to {policy.vocab_size - 1}"
+            )
+    for answer in turns.answers:
+        if answer.end > policy.max_model_len:
+            yield f"{answer.end} tokens; model.max_model_len = {policy.max_model_len}"
+        yield from faults_of_answer(answer, newest, trains)
+
+
+def faults_of_answer(answer: AnswerSpan, newest: int | None, trains: bool) -> Iterator[str]:
+    """`trains`: whether the log-probabilities are trained. In an evaluation nobody reads them,
+    and workers let any through."""
+    logprobs = array("f", answer.logprobs) if trains else array("f")
+    if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MOST_LIKELY:
+        yield (
+            "the log-probability "
+            f"{next((p for p in logprobs if not -math.inf < p <= MOST_LIKELY), -math.inf)}"
+        )
+    versions = [span.policy_version for span in answer.policy_versions]
+    if newest is not None and max(versions, default=0) > newest:
+        yield f"tokens of version {max(versions)}; the newest is {newest}"

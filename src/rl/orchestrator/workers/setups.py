@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl.config.orchestrator import EnvSource
+from rl.config.orchestrator import EnvSource, EvalConfig
 from rl.config.run import RLConfig
 from rl.homes.resolve import entries, workers
 from rl.models.folder import vocab_size
@@ -93,38 +93,42 @@ def smallest(*limits: int | None) -> int | None:
     return min((limit for limit in limits if limit is not None and limit >= 0), default=None)
 
 
+def eval_fault(entry: EvalConfig, num_tasks: int | None) -> str:
+    """Returns why an evaluation cannot be played on an environment with `num_tasks` tasks (None:
+    endless); empty if it can."""
+    size = smallest(num_tasks, entry.num_examples)
+    if size is None:
+        return (
+            f"eval {entry.label}: its tasks are endless; limit them with num_examples "
+            "(`rl eval --limit`)"
+        )
+    if num_tasks == 0:
+        return (
+            f"eval {entry.label} has no examples, because its environment has no held-out ones: "
+            "give it some (its args, eval_dataset), evaluate on another environment, or leave the "
+            "evaluation out"
+        )
+    if size == 0:
+        return (
+            f"eval {entry.label} has no examples, because its num_examples is 0: raise it, or "
+            "leave the evaluation out"
+        )
+    return ""
+
+
 def task_faults(config: RLConfig, ready: dict[str, Ready]) -> list[str]:
     """Returns the reasons why the tasks of the run's environments cannot be used, one sentence
     each."""
-    faults, workers = [], eval_workers(config)
-    for env in config.orchestrator.environment:
-        if smallest(ready[env.label].num_train, env.max_samples) == 0:
-            faults.append(
-                f"environment {env.label} has no training examples; check its arguments "
-                "(args) and max_samples"
-            )
+    faults = [
+        f"environment {env.label} has no training examples; check its arguments (args) and "
+        "max_samples"
+        for env in config.orchestrator.environment
+        if smallest(ready[env.label].num_train, env.max_samples) == 0
+    ]
+    workers = eval_workers(config)
     for entry in config.orchestrator.eval:
-        held_out = ready[workers[entry.label]].num_eval
-        size = smallest(held_out, entry.num_examples)
-        if held_out == 0:
-            remedy = (
-                "give it some (its args, eval_dataset), evaluate on another environment, or "
-                "leave the evaluation out"
-            )
-            faults.append(
-                f"eval {entry.label} has no examples, because its environment has no "
-                f"held-out ones: {remedy}"
-            )
-        elif size == 0:
-            faults.append(
-                f"eval {entry.label} has no examples, because its num_examples is 0: raise "
-                "it, or leave the evaluation out"
-            )
-        elif size is None:
-            faults.append(
-                f"eval {entry.label}: its tasks are endless; limit them with num_examples"
-            )
-    return faults
+        faults.append(eval_fault(entry, ready[workers[entry.label]].num_eval))
+    return [*filter(None, faults)]
 
 
 def eval_envs(config: RLConfig, ready: dict[str, Ready]) -> dict[str, EvalEnv]:

@@ -39,10 +39,9 @@ from rl.tinker.client.service import (
     url_of,
     wait_for_service,
 )
-from rl.wire import serving
-from rl.wire.gate import Gate, refusal
 from rl.wire.inference_client import PROTOCOL, HeldVersion
 from rl.wire.messages import GenerateRequest, LoadWeightsRequest, Sampling, VersionSpan
+from rl.wire.serving import Gate, refusal, serve_app
 from rl.wire.turns import Turn, pack_ids, pack_logprobs
 
 TOGETHER_S = 0.02
@@ -283,7 +282,7 @@ async def serve(config: RLConfig, status: Status, sock: socket.socket) -> None:
     await asyncio.to_thread(sampler.begin)
     status.follow("requests", lambda: sampler.num_running)
     app = make_app(sampler, config, run_token(config.run_dir.status_dir))
-    await serving.serve(app, config.inference.host, sock, status)
+    await serve_app(app, config.inference.host, sock, status)
 
 
 def run(config: RLConfig, status: Status) -> None:

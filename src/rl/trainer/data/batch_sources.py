@@ -42,8 +42,9 @@ from rl.trainer.parallel.world import World
 from rl.trainer.sft.tokens import open_examples
 from rl.trainer.store.threads import SingleTaskThread
 from rl.wire.batch_file import batch_of
-from rl.wire.messages import RunEnded, TrainBatch, TrainedSpan, TrainingSample, VersionSpan
+from rl.wire.messages import ITEM_BYTES, RunEnded, TrainBatch, TrainedSpan, TrainingSample
 from rl.wire.transport import OrchestratorClient, Wait
+from rl.wire.turns import pack_ids
 
 LONGEST_S = 20 * 86400.0
 """A deadline that torch can count in 32 bits of milliseconds."""
@@ -242,13 +243,15 @@ def make_batch(step: int, examples: pa.Table, places: Sequence[int] | np.ndarray
     for number, index in enumerate(places):
         ids, trained = (examples[name][int(index)].as_py() for name in ("tokens", "trained"))
         prompt = tuple(ids[: trained.index(True)])
+        bounds = np.flatnonzero(np.diff([False, *trained, False]))
         samples.append(
-            TrainingSample.of(
-                token_ids=ids,
-                loss_mask=trained,
-                logprobs=[0.0] * len(ids),
-                advantages=[float(is_trained) for is_trained in trained],
-                policy_versions=[VersionSpan(NO_VERSION, sum(trained))],
+            TrainingSample(
+                packed_ids=pack_ids(ids),
+                spans=[
+                    TrainedSpan(start, end, NO_VERSION, advantage=1.0)
+                    for start, end in bounds.reshape(-1, 2).tolist()
+                ],
+                packed_logprobs=bytes(ITEM_BYTES * sum(trained)),
                 env="sft",
                 group_id=groups.setdefault(prompt, number),
                 rollout_id=number,
