@@ -68,7 +68,8 @@ def test_every_file_of_a_copied_recipe_is_valid(path, tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit) as end:
         load_config_or_exit(words, variables={}, dry_run=dry_run)
     out, err = capsys.readouterr()
-    assert (end.value.code, err) == (0, "") and build(parse_args(words)).name in out
+    other = [line for line in err.splitlines() if "rollouts.jsonl: not on this" not in line]
+    assert (end.value.code, other) == (0, []) and build(parse_args(words)).name in out
 
 
 @pytest.mark.parametrize(
