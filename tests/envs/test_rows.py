@@ -23,12 +23,6 @@ from beside import half
 def exact(completion, answer) -> float:
     return half(completion[-1]["content"] == answer)
 
-def level(info, difficulty):
-    return info["level"] + difficulty
-
-def longest(completions) -> list[float]:
-    return [float(len(completion[-1]["content"])) for completion in completions]
-
 def asks(completion, reference):
     return 1.0
 """
@@ -92,15 +86,6 @@ def test_rows_are_played(folder):
     assert task["info"] == {"level": 2}
     assert task["difficulty"] == 0.5
     assert task["prompt"][0]["content"] == "Digits."
-
-
-def test_columns_and_info_reach_the_function_and_groups_are_scored(folder):
-    assert played(made("my_rewards.py:level"), task=2)[0].reward == 2.5
-    env = made("my_rewards:longest", reply="abc")
-    assert env.scores_groups and [rollout.reward for rollout in played(env, num_episodes=2)] == [
-        3.0,
-        3.0,
-    ]
 
 
 def test_prompts_of_every_kind_and_rows_of_their_own_for_evaluation(folder):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import sys
 import time
+import types
 from importlib.metadata import version
 from pathlib import Path
 
@@ -275,6 +276,14 @@ def test_a_prompt_without_room_ends_the_talk_and_is_no_error():
     assert len(later.turns) == 1
     assert not later.error
     assert later.stop == "context_length"
+
+
+def test_a_task_with_an_object_that_json_does_not_have_is_shown_all_the_same():
+    """`rl eval` and `rl env` ask for tasks: an error there would end the worker."""
+    env = load("v1-echo", args={"num": 1})
+    data = env.tasks["train"][0].data.model_copy(update={"answer": len})
+    env.tasks["train"] = [types.SimpleNamespace(data=data)]
+    assert env.task("train", 0)["answer"] == "<built-in function len>"
 
 
 def test_splits():

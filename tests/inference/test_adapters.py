@@ -11,9 +11,9 @@ import torch
 
 from rl.inference.weight_files import check_adapter, read_adapter, read_tensors, trained_names
 from rl.models.tiny import make_tiny_model
-from rl.system.errors import RunError
 from tests.families import CONFIGS, WIDE, make_old_model, make_seeing_model
 from tests.inference.servers import HELD, Server, assert_logprobs, start_server, until_ended
+from tests.raised import run_error
 from tests.waiting import until
 
 TOLERANCE = 1e-4  # nats; fp32
@@ -250,7 +250,7 @@ def test_merging_is_what_peft_merges(versions, tmp_path):
             == {f"{layer}.weight" for layer in read.layers}
             != set()
         )
-    with pytest.raises(RunError, match="is not in the model"):
+    with run_error("is not in the model"):
         check_adapter(read, tmp_path / "gpt2", {})
 
 
@@ -287,5 +287,5 @@ def test_adapters_of_experts_are_merged_as_peft_merges_them(family, tmp_path):
     }
     tensors = read_tensors(base)
     fewer = {name: tensors[name] for name in tensors if "layers.1.mlp" not in name}
-    with pytest.raises(RunError, match="has no experts' matrix for an update"):
+    with run_error("has no experts' matrix for an update"):
         check_adapter(read, base, fewer)

@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from rl.inference import main
 from rl.inference.server import check_experts, engine_config, running_engine
 from rl.run_dir.checksums import Mirror
-from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError, RunError
+from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError
 from rl.wire.messages import WeightVersion
 from tests.flags import made
+from tests.raised import run_error
 
 space = types.SimpleNamespace
 
@@ -69,7 +70,7 @@ def test_another_start_would_end_the_same_way(monkeypatch, create, code, said):
             "rl.inference.engine": engine,
         },
     )
-    with pytest.raises(RunError, match=said) as error, running_engine(space()):
+    with run_error(said) as error, running_engine(space()):
         pass
     assert error.value.exit_code == code and not isinstance(error.value, ValidationError)
 
@@ -93,7 +94,7 @@ def test_the_server_of_rl_is_inference_and_any_other_has_a_name_lock_and_status_
     ]
     assert len(set(ports)) == 3
     assert not config.run_dir.status("inference-gone-1").exists()
-    with pytest.raises(RunError, match="inference of this run is already running"):
+    with run_error("inference of this run is already running"):
         main.take_role(config)
     for _, lease, sock in taken:
         lease.close()

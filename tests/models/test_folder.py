@@ -2,6 +2,7 @@ import fcntl
 import json
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer, GenerationConfig
 
+from rl.config.command_line import from_toml, write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.inference.weight_files import weight_files
 from rl.models import folder as model_folder
@@ -96,10 +98,18 @@ def test_a_run_longer_than_its_model_is_told_before_anything_starts(folder, monk
         r"model\.max_model_len to at most"
     ):
         sound_model(config)
-    assert sound_model(default := run_on(folder, max_model_len=2048)) == str(folder)
-    assert default.model.max_model_len == 1024, "the default, of a model that was not here"
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     assert sound_model(config) == str(folder)
+
+
+def test_the_default_length_is_that_of_a_model_that_only_the_start_has_loaded(
+    folder, monkeypatch, tmp_path
+):
+    """Regression: the first start ended, and only the second one was right."""
+    write_config(tmp_path / "config.toml", run_on(folder, max_model_len=2048))
+    monkeypatch.setattr("sys.argv", ["folder", str(tmp_path / "config.toml")])
+    runpy.run_path(model_folder.__file__, run_name="__main__")
+    assert from_toml(tmp_path / "config.toml").model.max_model_len == 1024
 
 
 @pytest.mark.parametrize(

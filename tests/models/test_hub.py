@@ -8,6 +8,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
+from rl.commands import export
 from rl.config.kinds import SftConfig
 from rl.models import hub
 from rl.trainer.sft.rows import DataSource, hub_rows
@@ -89,9 +90,9 @@ def test_a_model_that_is_there_is_replaced_whole_where_that_is_wanted(stub, tmp_
         "adapter_config.json": b"{}",
     }
     with run_error("--push me/mine: there is a model already; give another name, or --overwrite"):
-        hub.check_push("me/mine", public=False, overwrite=False)
-    hub.check_push("me/mine", public=False, overwrite=True)
-    hub.push(model(tmp_path / "m"), "me/mine", "again", public=False, overwrite=True)
+        export.check_push("me/mine", public=False, overwrite=False)
+    export.check_push("me/mine", public=False, overwrite=True)
+    export.push(model(tmp_path / "m"), "me/mine", "again", public=False, overwrite=True)
     assert sorted(stub.files["me/mine"]) == ["README.md", "config.json", "model.safetensors"]
 
 
@@ -104,17 +105,17 @@ def test_what_may_not_be_pushed(stub, tmp_path, monkeypatch):
         ("a/b/c", "not a valid repository name"),
     ):
         with run_error(said):
-            hub.check_push(repo, public=False, overwrite=False)
-    hub.check_push("me/open", public=True, overwrite=False)
+            export.check_push(repo, public=False, overwrite=False)
+    export.check_push("me/open", public=True, overwrite=False)
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else_12345")
     with run_error(r"the hub answered 401 \(.*\); your token may not write there: `hf auth login`"):
-        hub.push(model(tmp_path / "m"), "me/open", "x", public=True, overwrite=False)
+        export.push(model(tmp_path / "m"), "me/open", "x", public=True, overwrite=False)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
     with run_error(r"there is no token for .*; `hf auth login`, or set HF_TOKEN"):
-        hub.check_push("me/new", public=False, overwrite=False)
+        export.check_push("me/new", public=False, overwrite=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with run_error(
         r"127\.0\.0\.1:9 does not answer .*; check the network, or export with --to alone"
     ):
-        hub.check_push("me/new", public=False, overwrite=False)
+        export.check_push("me/new", public=False, overwrite=False)

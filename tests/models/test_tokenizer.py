@@ -13,8 +13,8 @@ from rl.models import probes
 from rl.models.renderer import load_renderer
 from rl.models.tiny import BOS_TOKEN, EOS_TOKEN, SPECIAL_TOKENS, byte_tokenizer
 from rl.models.tokenizer import load_tokenizer, text_ids
-from rl.system.errors import RunError
 from tests.interpreters import ROOT, worker_python
+from tests.raised import run_error
 
 IN_A_HOME = """
 import json, sys
@@ -85,15 +85,12 @@ def test_a_tokenizer_that_cannot_be_loaded_says_why(tmp_path):
         json.dumps({"tokenizer_class": "LlamaTokenizer"})
     )
     (tmp_path / "tokenizer.model").write_bytes(b"damaged")
-    with pytest.raises(
-        RunError, match=r"tokenizer of .*cannot be loaded: .*requirements = .*copy the model again"
-    ):
+    with run_error(r"tokenizer of .*cannot be loaded: .*requirements = .*copy the model again"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
-    with pytest.raises(
-        RunError,
-        match=r"tokenizer of .*cannot be loaded: transformers raised KeyError: 'added_tokens' "
-        r".*copy the model",
+    with run_error(
+        r"tokenizer of .*cannot be loaded: transformers raised KeyError: 'added_tokens' "
+        r".*copy the model"
     ):
         load_tokenizer(str(tmp_path))
 

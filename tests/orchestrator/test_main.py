@@ -6,8 +6,11 @@ import sys
 
 import pytest
 
+from rl.orchestrator import main
 from rl.orchestrator.workers.pool import EnvLostError
 from rl.run_dir.files import CorruptFileError
+from rl.run_dir.lease import hold_role
+from rl.run_dir.paths import RunDir
 from rl.system.errors import RESTART, RunError, exit_code_of
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
@@ -45,6 +48,27 @@ def test_a_role_is_imported_without_a_thread(role):
         ).stdout
         == "1\n"
     )
+
+
+def test_a_second_orchestrator_on_one_directory_ends_and_touches_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    run_dir = RunDir(tmp_path / "r", tmp_path / "r" / "weights")
+    lease = hold_role(run_dir.lock("orchestrator"))
+    before = {path: path.read_bytes() for path in run_dir.root.rglob("*") if path.is_file()}
+    monkeypatch.setattr(main, "ROLE_WAIT_S", 0.1)
+    monkeypatch.setattr(main, "die_with_parent", lambda: None)
+    flags = ["--name", "r", "--output_dir", str(tmp_path), "--orchestrator.environment.id", "e"]
+    monkeypatch.setattr(sys, "argv", ["orchestrator", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == RESTART
+    assert (
+        f"orchestrator of this run is already running (pid {os.getpid()} on "
+        in capsys.readouterr().err
+    )
+    assert before == {path: path.read_bytes() for path in run_dir.root.rglob("*") if path.is_file()}
+    lease.close()
 
 
 def test_sigterm_ends_an_orchestrator_that_makes_a_home(tmp_path):

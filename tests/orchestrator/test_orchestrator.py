@@ -382,6 +382,25 @@ def test_what_cannot_work_ends_with_a_remedy(tmp_path, model, flags, text):
     assert not lines or f"`rl show {config.run_dir.root}` shows them" in str(error)
 
 
+def test_a_solved_task_ends_the_run(tmp_path, model):
+    config = make_config(tmp_path, "--max_steps 50 --max_lag 0 --orchestrator.eval.interval 100")
+
+    async def learn(stub, runner):
+        while config.run_dir.newest_batch() < 2:
+            await asyncio.sleep(0.02)
+        stub.skill = 1.0
+
+    # A group of wrong answers alone that is still in flight when the task is learned would count as
+    # a task that is too hard.
+    ended, given, _ = play(config, model, stub_options={"skill": 0.9}, during=learn)
+    assert ended.startswith("solved: the last ") and given[-1] == RunEnded(ended)
+    last = given[-2].step
+    assert (
+        config.run_dir.eval(last, "say-digit").exists()
+        and config.run_dir.eval(0, "say-digit").exists()
+    )
+
+
 def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(tmp_path, model):
     flags = [
         "--orchestrator.eval.interval 1 --orchestrator.eval.samples 4",

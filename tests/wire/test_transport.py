@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -206,6 +207,19 @@ def test_a_batch_that_is_damaged_is_named(serve, tmp_path, monkeypatch):
         match=rf"000001\.batch: has {len(BATCH) - 1} bytes, its header says {len(BATCH)}",
     ):
         batch_head(path)
+
+
+def test_a_server_that_comes_back_on_another_port(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("rl.wire.transport.ATTEMPT_S", 0.3)
+    first = serve(lambda _request: None)  # receives the request and dies
+    trainer, _ = client(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(trainer.get_batch, 1)
+        until(lambda: first.seen)
+        first.__exit__()
+        second = serve(lambda _request: ready(tmp_path))
+        assert asked.result(60) == BATCH
+    assert second.server.address != first.server.address
 
 
 def test_the_deadline_says_who_waited_for_what(serve, tmp_path):

@@ -1,6 +1,8 @@
 """`rl export`: writes a run's weights in the formats that transformers, vLLM and peft load."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,17 @@ from rl.config.stored import run_dir_of
 from rl.launch.children import Children
 from rl.launch.prepare import ranges
 from rl.models.folder import resolve_model
-from rl.models.hub import check_push, push
+from rl.models.hub import TIMEOUT_S, hub_fault
 from rl.run_dir.files import CorruptFileError, clean_leftovers, restore
 from rl.run_dir.paths import RunDir, numbered
 from rl.system.errors import RunError
+from rl.system.functions import Blame
 from rl.system.terminal import say, size
+
+SILENCE_S = 60.0
+"""Longest silence of the hub during an upload; the total time is not limited."""
+MODEL_FILES = ["*.safetensors", "*.bin", "*.index.json", "config.json", "adapter_config.json"]
+"""Files that are deleted when another model is uploaded in place of one."""
 
 OPTIONS = options("""
 to DIR: directory for the model; must not exist yet
@@ -148,3 +156,85 @@ def weights_of(run_dir: RunDir, version: str) -> tuple[int, Path | None, Path | 
         f"there are checkpoints {ranges(checkpoints)} and versions {ranges(versions)}. Which ones "
         "a run keeps is set by trainer.checkpoint and trainer.weights"
     )
+
+
+def check_push(repo: str, *, public: bool, overwrite: bool) -> None:
+    """Raises RunError unless a model may be pushed to `owner/name`, which need not exist: a
+    token is required, replacing another model needs `overwrite`, and a public repository needs
+    `public`."""
+    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id
+
+    what = f"--push {repo}"
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise RunError(f"{what}: not a valid repository name ({error}); give owner/name") from None
+    if repo.count("/") != 1:
+        raise RunError(
+            f"{what}: give owner/name, where the owner is you or one of your organisations"
+        )
+    if fault := hub_fault():
+        raise RunError(f"{what}: {fault}; check the network, or export with --to alone")
+    if not get_token():
+        raise RunError(
+            f"{what}: there is no token for {constants.ENDPOINT}; `hf auth login`, or set "
+            "HF_TOKEN to one that may write"
+        )
+    with asking(what):
+        try:
+            info = HfApi(endpoint=constants.ENDPOINT).model_info(repo, timeout=TIMEOUT_S)
+        # also the answer for somebody else's private one, whose creation the hub then refuses
+        except RepositoryNotFoundError:
+            return
+    files = [file.rfilename for file in info.siblings or []]
+    if not overwrite and any(name.endswith((".safetensors", ".bin")) for name in files):
+        raise RunError(f"{what}: there is a model already; give another name, or --overwrite")
+    if not info.private and not public:
+        raise RunError(
+            f"{what}: this repository is public; give --public if the model may be public, "
+            "or another name"
+        )
+
+
+def push(
+    folder: Path, repo: str, message: str, *, public: bool, overwrite: bool
+) -> tuple[str, str]:
+    """Uploads a model's folder in one commit. A new repository is private, or public with
+    `public`. Returns its address and visibility. Raises RunError."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import get_session
+
+    api = HfApi(endpoint=constants.ENDPOINT)
+    get_session().timeout = SILENCE_S  # by default the client has none
+    with asking(f"--push {repo}"):
+        url = api.create_repo(repo, private=not public, exist_ok=True)
+        stale = MODEL_FILES if overwrite else None
+        api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=stale
+        )
+        private = api.model_info(repo, timeout=TIMEOUT_S).private
+    return str(url), "private" if private else "seen by everybody"
+
+
+@contextmanager
+def asking(what: str) -> Iterator[None]:
+    """Turns the exceptions of the hub's client into RunError."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    with Blame(what, f"check the network and {constants.ENDPOINT}, then try again"):
+        try:
+            yield
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            remedy = (
+                "your token may not write there: `hf auth login` with one that may"
+                if status in (401, 403)
+                else "try again later"
+            )
+            raise RunError(
+                f"{what}: the hub answered {status} "
+                f"({error.server_message or 'without a reason'}); {remedy}"
+            ) from None

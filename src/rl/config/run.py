@@ -121,6 +121,9 @@ class RendererConfig(Settings):
     enable_thinking: bool | None = None
     """Value of `enable_thinking` for chat templates with that switch. Default: the template's
     own."""
+    special_tokens_in_text: bool = False
+    """Whether a special token of the chat template that a user's or a tool's message spells is
+    that token. By default it is text, which can neither end the message nor forge a turn."""
 
 
 LENGTH = 2048
@@ -167,7 +170,7 @@ class ModelConfig(Settings):
     (docs/algorithms.md)."""
     max_model_len: int = Field(default_factory=default_length, ge=2)
     """Longest sequence in tokens, prompt and answer together. Default: 2048, or what the model's
-    config.json allows, if that is less and the model is on this machine."""
+    config.json allows, if that is less."""
     chat_template: Annotated[str | None, TEMPLATE] = None
     """Chat template to use instead of the model's own, or if it has none: a Jinja file, or the
     built-in `chatml`."""
@@ -348,7 +351,7 @@ def shrink(config: RLConfig) -> RLConfig:
     settings.batch_size = QUICK_GROUPS * largest
     settings.replace_no_signal = False  # the trial does not test whether the task is too hard
     settings.sampling.max_tokens = min(settings.sampling.max_tokens, QUICK_TOKENS)
-    for entry in [*settings.environment, *settings.eval]:
+    for entry in settings.entries.values():
         entry.sampling.max_tokens = (
             min(entry.sampling.max_tokens, QUICK_TOKENS) if entry.sampling.max_tokens else None
         )

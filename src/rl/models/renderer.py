@@ -53,7 +53,7 @@ class PackageRenderer(BaseRenderer):
         from renderers.base import create_renderer
         from renderers.configs import config_from_name
 
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, config)
         self.name = name
         settings: dict[str, Any] = {}
         if config.thinking_retention != "template":
@@ -74,14 +74,14 @@ class PackageRenderer(BaseRenderer):
     def render(self, messages: list[Message], tools: Tools = None, header: bool = True) -> Ids:
         try:
             ids = self.inner.render_ids(
-                wire(messages), tools=tools or None, add_generation_prompt=header
+                self.wire(messages), tools=tools or None, add_generation_prompt=header
             )
         except PACKAGE_ERRORS as error:
             raise RendererError(
                 f'renderer "{self.name}" cannot render these messages: {error}; change them, '
                 "or renderer.name"
             ) from error
-        return list(ids)
+        return self.unmarked(list(ids))
 
     def prompt_ids(self, messages: list[Message], tools: Tools = None) -> Ids:
         return self.render(messages, tools)
@@ -93,10 +93,10 @@ class PackageRenderer(BaseRenderer):
         for at in range(len(before), size - 1, -1):
             if before[at - size : at] == self.header:
                 bridge = self.inner.bridge_to_next_turn(
-                    before[:at], before[at:], wire(messages[num_old:]), tools=tools or None
+                    before[:at], before[at:], self.wire(messages[num_old:]), tools=tools or None
                 )
                 if bridge and bridge.token_ids[: len(before)] == before:
-                    return list(bridge.token_ids)
+                    return before + self.unmarked(list(bridge.token_ids[len(before) :]))
                 return None
         return None
 

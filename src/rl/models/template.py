@@ -35,6 +35,8 @@ from rl.models.tokenizer import named_ends, text_ids
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 PLACEHOLDER = "RL-PLACEHOLDER"
 """Stands for an answer, to find the text that a template puts after it."""
+MARK = "\ufdd0"
+"""A character that no text has. Within a special token's text it makes ordinary text of it."""
 
 
 Ids = list[int]
@@ -50,8 +52,14 @@ class BaseRenderer:
     fault = ""
     """Why the model hardly knows where its answers begin or end; empty if nothing seems wrong."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, config: RendererConfig):
         self.tokenizer = tokenizer
+        alone, marked = (
+            tokenizer.encode(text, add_special_tokens=False) for text in ("a", f"a{MARK}")
+        )
+        self.mark_ids: Ids = marked[len(alone) :]
+        self.as_text: list[str] = []
+        """Special tokens that are text where a user or a tool spells them."""
         self.special_ids = {
             id for id, token in tokenizer.added_tokens_decoder.items() if token.special
         } | set(tokenizer.all_special_ids)
@@ -61,10 +69,30 @@ class BaseRenderer:
         )
         """The special tokens that the template writes. Others may be a user's own tags, which
         are text of an answer."""
+        special = self.structure | {tokenizer.bos_token_id, tokenizer.eos_token_id} - {None}
+        # a tokenizer without bytes drops MARK, or has only its unknown token for it
+        if self.text(marked) == f"a{MARK}" and not config.special_tokens_in_text:
+            self.as_text = tokenizer.convert_ids_to_tokens([*special])
+
+    def unmarked(self, ids: Ids) -> Ids:
+        """Ids without those of MARK."""
+        if not self.as_text or self.mark_ids[-1] not in ids:
+            return ids
+        text, mark = (f" {' '.join(map(str, numbers))} " for numbers in (ids, self.mark_ids))
+        return [*map(int, text.replace(mark, " ").split())]
+
+    def wire(self, messages: list[Message]) -> list[Message]:
+        """As `chat.wire`, with MARK in each special token that users and tools spell."""
+        messages = wire(messages)
+        for message in messages:
+            for token in self.as_text if message["role"] in ("user", "tool") else ():
+                marked = token[0] + MARK + token[1:]
+                message["content"] = message["content"].replace(token, marked)
+        return messages
 
     def encode(self, text: str) -> Ids:
         """The ids of text. Raises RendererError if it has half of a character."""
-        return self.tokenizer.encode(whole(text), add_special_tokens=False)
+        return self.unmarked(self.tokenizer.encode(whole(text), add_special_tokens=False))
 
     def text_ids(self, text: str) -> Ids:
         """The ids of a prompt that is plain text; see tokenizer.text_ids."""
@@ -118,7 +146,7 @@ class TemplateRenderer(BaseRenderer):
     previous turn's end-of-turn token."""
 
     def __init__(self, tokenizer: Any, config: RendererConfig):
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, config)
         self.retention = config.thinking_retention
         self.switches = (
             {} if config.enable_thinking is None else {"enable_thinking": config.enable_thinking}
@@ -201,7 +229,7 @@ class TemplateRenderer(BaseRenderer):
         """The ids of a conversation up to the start of the assistant's answer. Raises
         RendererError."""
         self.check_tools(tools)
-        return self.encode(self.render(wire(messages), tools))
+        return self.encode(self.render(self.wire(messages), tools))
 
     def next_prompt_ids(
         self, before: Ids, messages: list[Message], num_old: int, tools: Tools = None
@@ -214,7 +242,7 @@ class TemplateRenderer(BaseRenderer):
         again. Raises RendererError.
         """
         self.check_tools(tools)
-        messages = wire(messages)
+        messages = self.wire(messages)
         if self.end_id is None or num_old < 2 or messages[num_old - 1]["role"] != "assistant":
             return None
         behind = self._behind_answer(messages, num_old, tools)
@@ -240,7 +268,7 @@ class TemplateRenderer(BaseRenderer):
         one, the assistant's, including the token that ends it. Text that the template leaves out
         is not included. Raises RendererError."""
         self.check_tools(tools)
-        messages = wire(messages)
+        messages = self.wire(messages)
         prompt, text = self.render(messages[:-1], tools), self.render(messages, tools, header=False)
         thinking = ""
         # some templates leave out the thinking that they ask for

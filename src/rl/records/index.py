@@ -188,6 +188,8 @@ FORMAT = 5
 """Of a file in the cache."""
 MAX_BYTES = 1 << 30
 """Maximum size of all indices together; the oldest are deleted first."""
+TICK_NS = 100_000_000
+"""A folder that changed within this time may change again with the same mtime."""
 ROLLOUTS, EVALS = "rollouts/", "evals/"
 PENDING = f"batches/{PENDING_LOG}"
 Identity = tuple[int, int]
@@ -207,31 +209,36 @@ class RolloutIndex:
         """Unreadable files, with the reason; their rollouts are missing."""
         self.denied: dict[Path, str] = {}
         """Folders without read permission, with the error."""
-        self.is_checked = False
-        """Whether all files from the cache were compared with those that are there now."""
+        self.looked: int | None = None
+        """The mtime of rollouts/ in ns when it was listed; 0 if it may change again with the same
+        one; None before the first time."""
 
     def refresh(self) -> None:
         """Reads what is new, and drops what is gone."""
         began = time.monotonic()
         # Pending ones first: what a batch settles meanwhile is then seen twice instead of never.
         pending = self._read(filter(self._replaced, [PENDING]))
-        changed = self._read(self._changed_steps() | self._changed_evals())
-        self.is_checked = True
+        _, mtime = identity_of(self.run_dir.rollouts_dir) or (0, 0)
+        looked = mtime if time.time_ns() - mtime > TICK_NS else 0
+        changed = self._read(self._changed_steps(looked) | self._changed_evals())
+        self.looked = looked
         if pending or changed:
             self._drop_settled()
         if changed and time.monotonic() - began > CACHE_S:
             with contextlib.suppress(OSError, SafetensorError):
                 self._save()
 
-    def _changed_steps(self) -> set[str]:
+    def _changed_steps(self, looked: int) -> set[str]:
         """The files of steps that are new, gone or replaced. Old ones are assumed to be unchanged,
         unless the newest ones are gone or were replaced: then the run was rolled back, or is
         another one (see --clean)."""
-        files = set[str]()
-        with self._allowed(self.run_dir.rollouts_dir):
+        folder, files = self.run_dir.rollouts_dir, set[str]()
+        if looked and looked == self.looked and folder not in self.denied:
+            return set()
+        with self._allowed(folder):
             files = {f"{ROLLOUTS}{step:06d}.jsonl" for step in self.run_dir.rollout_files()}
         known, suspects = self._known(ROLLOUTS), self._newest_steps()
-        if not self.is_checked or suspects - files or any(map(self._replaced, suspects)):
+        if self.looked is None or suspects - files or any(map(self._replaced, suspects)):
             suspects = known
         return known ^ files | set(filter(self._replaced, suspects))
 

@@ -19,6 +19,7 @@ from rl.run_dir.paths import BranchOrigin
 from rl.wire.http import RefusedError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout
+from rl.wire.worker_messages import ServerSet
 from tests.launch.long_run import make_version
 from tests.orchestrator.made import run_config, turn
 
@@ -162,6 +163,30 @@ def test_what_a_version_costs_does_not_grow_with_those_before(world, monkeypatch
         if version != 4:
             evaluated(evaluator, version)
     assert list(policy.versions) == [0, 4, 1000]
+
+
+def test_at_the_start_all_servers_get_one_version(world):
+    servers = Servers(4, 2)
+    _, _, policy = world(servers)
+
+    async def start():
+        await policy.start()
+        first = servers.server_set
+        await asyncio.sleep(0.01)
+        await policy.reconcile()
+        return first
+
+    # the run continues with the server that is ready
+    assert asyncio.run(start()) == ServerSet(["0"], ["1"], 4, 5)
+    assert (servers.versions, servers.loads, policy.loaded, servers.server_set) == (
+        [4, 4],
+        [4],
+        4,
+        ServerSet(["0", "1"], [], 4, 5),
+    )
+    servers.versions = [12, 12]
+    asyncio.run(policy.start())
+    assert (servers.versions, policy.loaded) == ([5, 5], 5)
 
 
 def test_what_inference_refuses(world, monkeypatch):

@@ -14,7 +14,6 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.in_memory import make
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
-from rl.system.errors import RunError
 from rl.trainer.data.batch_sources import FromOrchestrator, Prefetch
 from rl.trainer.store import publisher as publisher_module
 from rl.trainer.store.publisher import Publisher
@@ -22,6 +21,7 @@ from rl.trainer.store.threads import SingleTaskThread
 from rl.wire.messages import Acknowledged, RunEnded
 from rl.wire.transport import Wait
 from tests.flags import made
+from tests.raised import run_error
 from tests.trainer.samples import make_batch
 from tests.waiting import until
 
@@ -77,7 +77,7 @@ def test_who_waits_has_the_deadline_and_hears_of_other_failures():
     time.sleep(0.3)  # asking ahead has no deadline
     with pytest.raises(OSError, match="no space left"):
         batches.take(2, [publishing])
-    with pytest.raises(RunError, match="waited 0 s for batch 2 from rank 0"):
+    with run_error("waited 0 s for batch 2 from rank 0"):
         batches.take(2)
 
 
@@ -114,6 +114,29 @@ def publishing(tmp_path, **settings) -> tuple[Client, RunDir, Publisher]:
     return client, run_dir, Publisher(run_dir, weights, client, Wait(60, nothing))
 
 
+def test_a_version_waits_until_the_one_before_it_is_announced(tmp_path, monkeypatch):
+    release, said = threading.Event(), []
+    client, run_dir, publisher = publishing(tmp_path)
+    answer = client.published
+
+    def published(version, wait):
+        wait.about(Phase.ANNOUNCING_VERSION, version.policy_version)
+        assert release.wait(10)
+        return answer(version, wait)
+
+    monkeypatch.setattr(client, "published", published)
+    # who waits for version 1 says so
+    publisher.wait.on_wait = lambda *what: said.append(what) or release.set()
+    publisher.start(1, Empty(), checkpoints={})
+    until(lambda: list(numbered(run_dir.weights_dir)) == [1])
+    time.sleep(0.2)
+    assert client.versions == said == []
+    publisher.start(2, Empty(), checkpoints={})
+    assert client.versions[:1] == [1] and said[0] == (Phase.ANNOUNCING_VERSION, 1, "")
+    assert publisher.metrics()["time/publish_latency"] >= 0.2
+    publisher.finish()
+
+
 def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_for_that(
     tmp_path, monkeypatch
 ):
@@ -132,7 +155,7 @@ def test_a_version_is_announced_before_it_is_durable_and_the_next_but_one_waits_
     while happened != [1, 2]:
         time.sleep(0.01)
     waited = r"waited 0 s for a version to be written to .*: does that disk answer\?"
-    with pytest.raises(RunError, match=waited) as late:
+    with run_error(waited) as late:
         publisher.deadline_s = 0.2
         publisher.free()
     # a line in the log in place of a traceback, and another start

@@ -327,6 +327,12 @@ def test_extreme_values_stay_finite(name):
         assert not gradient[masked_tokens(inputs, config, log_ratio(inputs).detach())].any()
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_no_tokens_give_zero(name):
+    terms, gradient = run(inputs_of([], [], [], [0]), EVERY[name])
+    assert terms.loss.sum().item() == 0 and gradient.shape == (0,)
+
+
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("name", EVERY)
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(name, exact):

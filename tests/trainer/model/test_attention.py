@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from rl.system.errors import RunError
 from rl.trainer.model.attention import (
     TreeMask,
     attend_blocks,
@@ -18,6 +17,7 @@ from rl.trainer.model.attention import (
     bundled,
     make_plan,
 )
+from tests.raised import run_error
 from tests.trainer.device import DEVICE
 
 
@@ -145,9 +145,9 @@ def test_what_is_not_plain_attention_is_refused():
     tree = TreeMask(torch.tensor([2, 2], device=DEVICE), torch.tensor([0, 1], device=DEVICE))
     tensors = qkv(2, 2)
     for special in ({"position_bias": torch.zeros(2, 2)}, {"head_mask": torch.zeros(6)}):
-        with pytest.raises(RunError, match=f"{next(iter(special))}: set trainer.attention = auto"):
+        with run_error(f"{next(iter(special))}: set trainer.attention = auto"):
             attention(nn.Module(), *tensors, None, tree=tree, **special)
-    with pytest.raises(RunError, match="keyword arguments"):
+    with run_error("keyword arguments"):
         attention(nn.Module(), *tensors, None)
     out, _ = attention(nn.Module(), *tensors, None, tree=tree, sliding_window=0, softcap=None)
     assert out.shape == (1, 2, 6, 16) and tree.windows == {None}

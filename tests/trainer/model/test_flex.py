@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as of_torch
 
-from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.model import flex
 from rl.trainer.model.attention import TreeMask, attend_flex
 from rl.trainer.model.flex import compiled, padded, whole_blocks
 from rl.trainer.model.head import score, score_rows
+from tests.raised import run_error
 from tests.trainer.device import on_cpu
 from tests.trainer.model.test_attention import random_row
 from tests.trainer.model.test_policy import policy, rows_of
@@ -105,10 +105,9 @@ def test_what_is_compiled_too_often_is_refused(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     call = compiled(lambda x, flag: x + len(flag), "set trainer.compile = false")
-    with pytest.raises(
-        RunError,
-        match=r"compiled .*<lambda> 16 times, each time for other inputs; set trainer.compile = "
-        r"false",
+    with run_error(
+        r"compiled .*<lambda> 16 times, each time for other inputs; set trainer.compile = "
+        r"false"
     ):
         for number in range(18):
             call(torch.ones(3), "x" * number)
@@ -141,9 +140,8 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
     call = compiled(lambda x: x.sin() * x, "set trainer.compile = false")
-    with pytest.raises(
-        RunError,
-        match=r"torch cannot compile .*<lambda> \(TypeError: .* 1 < s50\); set trainer.compile = "
-        r"false$",
+    with run_error(
+        r"torch cannot compile .*<lambda> \(TypeError: .* 1 < s50\); set trainer.compile = "
+        r"false$"
     ):
         call(torch.ones(3))

@@ -22,7 +22,6 @@ from rl.config.run import RLConfig
 from rl.config.trainer import LoraConfig, OptimConfig
 from rl.models.tiny import make_tiny_model
 from rl.records.run import Run
-from rl.system.errors import RunError
 from rl.trainer.export import Origin, load
 from rl.trainer.model import lora
 from rl.trainer.model.policy import DTYPES
@@ -30,6 +29,7 @@ from rl.trainer.optim import make_optimizer
 from rl.trainer.store import versions
 from tests.families import CONFIGS, SIZES
 from tests.flags import flags, made
+from tests.raised import run_error
 from tests.trainer.layouts import weights_of, whole
 from tests.trainer.parallel.test_experts import MODELS as WITH_EXPERTS
 from tests.trainer.policies import learner
@@ -142,7 +142,7 @@ def test_targets(tied_folder, world):
             f"targets: {target} is not a linear layer of LlamaForCausalLM .* choose from "
             "down_proj, gate_proj, k_proj, o_proj, q_proj"
         )
-        with pytest.raises(RunError, match=expected):
+        with run_error(expected):
             adapted(tied_folder, world, targets=["q_proj", target])
 
 
@@ -152,7 +152,7 @@ def test_fused_experts_are_refused_or_left_out_loudly(capsys):
         r"nor what holds all experts of a layer\); choose from k_proj, o_proj, q_proj, v_proj, "
         r'or all-linear; "experts" in .* trains them'
     )
-    with pytest.raises(RunError, match=f"gate_up_proj is not a linear layer of .*{wanted}"):
+    with run_error(f"gate_up_proj is not a linear layer of .*{wanted}"):
         lora.add_adapters(model, LoraConfig(targets=["gate_up_proj"]))
     lora.add_adapters(model, LoraConfig())
     said = capsys.readouterr().err

@@ -304,7 +304,9 @@ class V1Environment:
         if self.tools:
             shown["tools"] = self.tools
         apart = {"prompt", "system_prompt"}
-        return shown | data.model_dump(mode="json", exclude_defaults=True, exclude=apart)
+        return shown | data.model_dump(
+            mode="json", exclude_defaults=True, exclude=apart, fallback=str
+        )
 
     def prompt_ids(self, split: Split, index: int) -> list[int] | None:
         with self._load_errors("drawing its tasks"):
