@@ -17,7 +17,7 @@ from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_re
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.system.errors import ConfigError
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import ENCODER, Group, Rollout, Turn
 from tests.wire.samples import aligned_sample
 

@@ -131,9 +131,9 @@ def test_damaged_rollouts_are_named(run_dir):
     )
     assert not run_dir.rollouts(5).exists() and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
     (fault,) = damaged_files(run_dir)
-    assert (
-        fault == f"{run_dir.rollouts(1)}: damaged, its checksum does not match; move it away to "
-        "continue without it; " + ("only readers of rollouts need it")
+    assert fault == (
+        f"{run_dir.rollouts(1)}: damaged, its checksum does not match; move it and 000001.sha256 "
+        "away to continue without it; only readers of rollouts need it"
     )
 
 
