@@ -79,10 +79,8 @@ def test_the_run_that_comes_back_is_the_one_that_was_made(tmp_path, monkeypatch)
         ),
     )
     tables = TABLES | {"name": "x", "output_dir": str(tmp_path)}
-    assert (
-        rl.train(tables).root == tmp_path / "x"
-        and rl.train(tables, quick=True).root == tmp_path / "x-quick"
-    )
+    assert rl.train(tables).root == tmp_path / "x"
+    assert rl.train(tables, quick=True).root == tmp_path / "x-quick"
     rl.train(tables, resume=True)
     rl.train(tables, resume=0, clean=True)
     assert given == [[], ["--quick"], ["--resume"], ["--clean", "--resume=0"]]
@@ -156,9 +154,8 @@ def test_the_notebook_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
     assert all(
         cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code"
     ), "stored as it was executed"
-    assert any("image/png" in output.get("data", {}) for output in outputs) and all(
-        output["output_type"] != "error" for output in outputs
-    )
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert all(output["output_type"] != "error" for output in outputs)
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(StubServers, "close", lambda self: asyncio.sleep(0), raising=False)

@@ -38,15 +38,15 @@ class Case(NamedTuple):
     message: str
 
 
-def args(line: str, message: str) -> Case:
+def args(line, message):
     """A command line, as a shell reads it."""
     return Case(lambda _: build(parse_args([*ENV, *shlex.split(line)])), message)
 
 
-def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Case:
+def rows_and_reward(dataset, reward, message, *given):
     """Rows with a reward function beside `rewards.py`, in a dry run."""
 
-    def do(tmp: Path) -> None:
+    def do(tmp):
         (tmp / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
         (tmp / "empty.jsonl").touch()
         (tmp / "sheet.jsonl").write_text("prompt,answer\nx,1\n")
@@ -67,27 +67,27 @@ def rows_and_reward(dataset: str, reward: str, message: str, *given: str) -> Cas
     return Case(do, message)
 
 
-def toml(content: str | bytes, *given: str, message: str) -> Case:
+def toml(content, *given, message):
     """A configuration file."""
 
-    def do(tmp: Path) -> None:
+    def do(tmp):
         (tmp / "run.toml").write_bytes(content if isinstance(content, bytes) else content.encode())
         build(parse_args(["@", str(tmp / "run.toml"), *given]))
 
     return Case(do, message)
 
 
-def start(tmp: Path, resume: int | None = None) -> None:
+def start(tmp, resume=None):
     config = build(
         parse_args([*ENV, "--name", "r", "--output_dir", str(tmp)])
     ).with_absolute_paths()
     prepare(config, resume=resume, clean=False).lease.close()
 
 
-def written(name: str, content: str | bytes, read: Callable[[Path], object], message: str) -> Case:
+def written(name, content, read, message):
     """A file with this content, read by what reads it."""
 
-    def do(tmp: Path) -> None:
+    def do(tmp):
         path = tmp / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -96,10 +96,10 @@ def written(name: str, content: str | bytes, read: Callable[[Path], object], mes
     return Case(do, message)
 
 
-def best(content: str, message: str) -> Case:
+def best(content, message):
     """The best version of a run whose evals/best.json is that."""
 
-    def do(tmp: Path) -> None:
+    def do(tmp):
         start(tmp)
         (tmp / "r" / "evals").mkdir()
         (tmp / "r" / "evals" / "best.json").write_text(content)
@@ -116,10 +116,10 @@ WHOLE_MODEL = {
 }
 
 
-def model(files: dict[str, str], message: str) -> Case:
+def model(files, message):
     """A folder with these files in those of a model."""
 
-    def do(tmp: Path) -> None:
+    def do(tmp):
         for name, content in (WHOLE_MODEL | files).items():
             (tmp / name).write_text(content)
         resolve_model(ModelConfig(name=str(tmp)))
@@ -127,7 +127,7 @@ def model(files: dict[str, str], message: str) -> Case:
     return Case(do, message)
 
 
-def resume_old_configuration(tmp: Path) -> None:
+def resume_old_configuration(tmp):
     (tmp / "r" / "status").mkdir(parents=True)
     (tmp / "r" / "config.toml").write_text("a_key_of_the_past = 1\n")
     start(tmp, resume=-1)

@@ -52,7 +52,7 @@ backoff_s = 0.1
 """
 
 
-def check_chaos(folder: Path, kills: int, targets: str) -> None:
+def check_chaos(folder, kills, targets):
     """A run in which each of these is killed in turn, and recovers."""
     make_tiny_model(folder / "model")
     (folder / "run.toml").write_text(CONFIG)
@@ -130,7 +130,7 @@ def run_dir(tmp_path):
     return run_dir
 
 
-def config(**orchestrator) -> RLConfig:
+def config(**orchestrator):
     environment = [{"id": "x"}]
     return RLConfig.model_validate(
         {
@@ -144,7 +144,8 @@ def test_a_sound_run_has_nothing_broken(run_dir):
     assert promises.exactly_once(run_dir, {1, 2, 3, 4, 5}) == ([], 0)
     assert promises.lag(run_dir, config()) == ([], 0.0, 0)
     assert promises.numbers_once(run_dir) == []
-    assert promises.every_step_trained(run_dir) == [] and promises.repeated_steps(run_dir) == (
+    assert promises.every_step_trained(run_dir) == []
+    assert promises.repeated_steps(run_dir) == (
         0,
         0.0,
     )

@@ -13,7 +13,6 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +63,11 @@ ANY_FLAG = {
 class UnderstoodError(Exception):
     """A script has parsed its arguments; `rest` are those that it hands on to `rl`, if it does."""
 
-    def __init__(self, rest: list[str]):
+    def __init__(self, rest):
         self.rest = rest
 
 
-def blocks(text: str, language: str) -> list[str]:
+def blocks(text, language):
     """The fenced blocks of a page in one of the languages, and, of commands, those that are
     indented."""
     # all of them: the end of one looks like a beginning
@@ -82,7 +81,7 @@ def blocks(text: str, language: str) -> list[str]:
     return fenced + (indented if "bash" in language else [])
 
 
-def commands_in(block: str) -> Iterator[str]:
+def commands_in(block):
     """The commands of a block, each in one line, without comments."""
     for line in re.sub(r"\\\n *", "", block).splitlines():
         with contextlib.suppress(ValueError):  # a picture with quotes
@@ -96,7 +95,7 @@ def commands_in(block: str) -> Iterator[str]:
                     yield shlex.join(words)
 
 
-def block_commands(page: Path) -> list[str]:
+def block_commands(page):
     found = []
     for block in blocks(page.read_text(), "bash|sh|"):
         commands = [command for command in commands_in(block) if not command.startswith("/")]
@@ -104,21 +103,21 @@ def block_commands(page: Path) -> list[str]:
     return found
 
 
-def spans(page: Path) -> list[str]:
+def spans(page):
     """What stands in the running text as code."""
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [" ".join(span.split()).replace("\\|", "|") for span in re.findall(r"`([^`]+)`", text)]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Iterator[Path]:
+def place(tmp_path_factory):
     """A directory that has what the pages take for granted: a clone, files of the user's own, a
     run."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("configs", "environments", "scripts", "tests", "docs"):
         (folder / name).symlink_to(ROOT / name)
 
-    def shown(language: str, part: str) -> str:
+    def shown(language, part):
         """The first block of a page with this in it."""
         every = (block for page in PAGES for block in blocks(page.read_text(), language))
         return next(block for block in every if part in block)
@@ -150,7 +149,7 @@ def place(tmp_path_factory) -> Iterator[Path]:
     os.chdir(before)
 
 
-def understood(command: str) -> None:
+def understood(command):
     """Fails unless the command's own program understands all of its arguments."""
     words = shlex.split(command)
     if words[0] == "uv" and words[1] == "run":
@@ -167,7 +166,7 @@ def understood(command: str) -> None:
     return None
 
 
-def program(words: list[str], command: str) -> None:
+def program(words, command):
     name, *args = words
     if name == "rl":
         rl(args)
@@ -193,7 +192,7 @@ def program(words: list[str], command: str) -> None:
         raise AssertionError(command)
 
 
-def dry_run(args: list[str], name: str) -> None:
+def dry_run(args, name):
     """What `load_config_or_exit` makes of the arguments: the end of a dry run."""
     args = [
         "run.toml"
@@ -207,7 +206,7 @@ def dry_run(args: list[str], name: str) -> None:
     assert end.value.code == 0, args
 
 
-def rl(args: list[str]) -> None:
+def rl(args):
     """A dry run of the command; of those that have none, what they do before anything starts."""
     command, *rest = args if args and args[0] in COMMANDS else ("", *args)
     if not command:
@@ -248,18 +247,16 @@ def rl(args: list[str]) -> None:
     return None
 
 
-def script(path: Path, args: list[str]) -> None:
+def script(path, args):
     """What the script's own parser makes of the arguments; what it leaves is for `rl`."""
     parse = argparse.ArgumentParser.parse_known_args
 
-    def parse_and_stop(
-        parser: argparse.ArgumentParser, given: list[str] | None = None, namespace: object = None
-    ) -> object:
+    def parse_and_stop(parser, given=None, namespace=None):
         if given is not None and given != args:  # a subcommand's own parser, below the script's
             return parse(parser, given, namespace)
         raise UnderstoodError(parse(parser, given, namespace)[1])
 
-    def next_script(_python: str, argv: list[str]) -> None:
+    def next_script(_python, argv):
         script(Path(argv[1]).relative_to(ROOT), argv[2:])
         raise UnderstoodError([])
 
@@ -275,7 +272,7 @@ def script(path: Path, args: list[str]) -> None:
     assert isinstance(stopped.value, UnderstoodError) or not args, stopped.value
 
 
-def run_parts(path: Path) -> None:
+def run_parts(path):
     """Runs a script without what needs packages beyond Python's own and those of ours that are
     light: torch alone takes seconds."""
     names: dict[str, Any] = {"__name__": "__main__", "__file__": str(ROOT / path), "__doc__": None}

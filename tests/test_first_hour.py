@@ -19,9 +19,7 @@ import sys
 import termios
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,7 +35,7 @@ UV = shutil.which("uv") or sys.executable.replace("python", "uv")
 class User:
     """Someone with a terminal in the clone who types nothing but what the pages show."""
 
-    def __init__(self, clone: Path):
+    def __init__(self, clone):
         self.clone = clone
         self.env = {
             key: value
@@ -46,10 +44,10 @@ class User:
         }
         self.env |= {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
-    def page(self, name: str) -> Path:
+    def page(self, name):
         return self.clone / ("" if name == "README.md" else "docs") / name
 
-    def shown(self, page: str, beginning: str, names: dict[str, str] | None = None) -> str:
+    def shown(self, page, beginning, names=None):
         """The first command of a page that begins so; `names` are for what it leaves open."""
         texts = [
             *block_commands(self.page(page)),
@@ -64,16 +62,16 @@ class User:
             found = found.replace(placeholder, name)
         return found if found.startswith("uv tool ") else "uv run " + found.removeprefix("uv run ")
 
-    def flag(self, page: str, flag: str) -> str:
+    def flag(self, page, flag):
         """A flag that a page shows, to be typed behind a command."""
         assert flag.strip() in self.page(page).read_text(), f"{page} does not show {flag}"
         return flag
 
-    def name(self, run: Path) -> str:
+    def name(self, run):
         """A run as it is typed in the clone."""
         return run.relative_to(self.clone).as_posix()
 
-    def write(self, page: str, language: str, part: str, path: str) -> None:
+    def write(self, page, language, part, path):
         """Puts the block of the page in which `part` stands into the file that the page names."""
         text = self.page(page).read_text()
         assert Path(path).name in text, f"{page} does not say what to call {path}"
@@ -81,7 +79,7 @@ class User:
             next(block for block in blocks(text, language) if part in block)
         )
 
-    def types(self, command: str, code: int = 0) -> str:
+    def types(self, command, code=0):
         """What a command prints, which ends with this exit code."""
         words = shlex.split(command)
         assert words[0] == "uv"
@@ -98,7 +96,7 @@ class User:
         assert done.returncode == code, f"{command}: exit code {done.returncode}\n{done.stdout}"
         return done.stdout
 
-    def interrupts(self, command: str, moment: Callable[[], bool]) -> str:
+    def interrupts(self, command, moment):
         """What a command prints in a terminal in which Ctrl-C is pressed at that moment."""
         screen, terminal = pty.openpty()
         termios.tcsetwinsize(terminal, (40, 120))
@@ -131,7 +129,7 @@ class User:
         return text
 
 
-def read_screen(screen: int) -> bytes | None:
+def read_screen(screen):
     """What has come within a moment; None when no process has the terminal open any more."""
     if not select.select([screen], [], [], 0.1)[0]:
         return b""
@@ -141,19 +139,19 @@ def read_screen(screen: int) -> bytes | None:
         return None
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def lines(path):
     # not by splitlines: an answer may have separators of lines that JSON does not escape
     return [json.loads(line) for line in path.read_text().split("\n") if line]
 
 
-def weights(folder: Path) -> dict[str, Any]:
+def weights(folder):
     """Tensors by name, as transformers loads them."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-def trained_steps(run: Path) -> list[int]:
+def trained_steps(run):
     return sorted(
         step for step, source in read_metrics(run / "metrics.jsonl") if source == "trainer"
     )
@@ -178,17 +176,15 @@ def test_first_hour(tmp_path):
     assert ours(clone) == []
 
 
-def an_environment_of_its_own(user: User) -> Path:
+def an_environment_of_its_own(user):
     """From vf-init to a run that is interrupted and goes on. Returns its directory."""
     user.types(user.shown("environments.md", "uv tool run --from"))
     user.write("environments.md", "python", "def load_environment", "environments/my_env/my_env.py")
     user.write("environments.md", "toml", "./environments/my_env", "my_run.toml")
     described = user.types(user.shown("environments.md", "rl env ./environments/my_env"))
-    assert (
-        "tasks: train 80, eval 20" in described
-        and "exact" in described
-        and "Which number comes after 0?" in described
-    )
+    assert "tasks: train 80, eval 20" in described
+    assert "exact" in described
+    assert "Which number comes after 0?" in described
     run = user.clone / "outputs" / "my_env-SmolLM2-135M-Instruct-quick"
     quick = user.shown("environments.md", "rl @ my_run.toml --quick") + user.flag(
         "resume.md", " --trainer.checkpoint.interval 1"
@@ -207,7 +203,7 @@ def an_environment_of_its_own(user: User) -> Path:
     return run
 
 
-def functions_of_its_own(user: User) -> None:
+def functions_of_its_own(user):
     """Reward, loss, credit, filter and metrics of docs/functions.md in one run; what they did
     stands in its rollouts."""
     for file in re.findall(
@@ -249,7 +245,7 @@ def functions_of_its_own(user: User) -> None:
     )
 
 
-def what_a_run_left(user: User, run: Path) -> None:
+def what_a_run_left(user, run):
     """The run that was interrupted: its rollouts, its state, its weights."""
     shown = user.types(user.shown("environments.md", "rl show", {"RUN": user.name(run)}))
     assert shown.count("Which number comes after") >= 16 and "reward" in shown
@@ -263,19 +259,16 @@ def what_a_run_left(user: User, run: Path) -> None:
     exported, published = (
         weights(folder) for folder in (user.clone / "model", run / "weights" / "000002")
     )
-    assert exported.keys() == published.keys() and all(
-        (exported[name] == published[name]).all() for name in published
-    )
+    assert exported.keys() == published.keys()
+    assert all((exported[name] == published[name]).all() for name in published)
 
 
-def a_branch(user: User, run: Path) -> None:
+def a_branch(user, run):
     """From the first step on with another learning rate."""
     user.types(user.shown("resume.md", "rl branch", {"outputs/x@40": f"{user.name(run)}@1"}))
     branch = user.clone / "outputs" / "y"
-    assert (
-        trained_steps(branch) == [2]
-        and read_metrics(branch / "metrics.jsonl")[2, "trainer"]["optim/lr"] == 1e-6
-    )
+    assert trained_steps(branch) == [2]
+    assert read_metrics(branch / "metrics.jsonl")[2, "trainer"]["optim/lr"] == 1e-6
     both = {"outputs/x": user.name(run)}
     assert re.search(
         r"trainer.optim.lr +2e-05 +1e-06", user.types(user.shown("commands.md", "rl compare", both))

@@ -58,8 +58,6 @@ def test_the_fuzzer_finds_what_is_not_foreseen(tmp_path):
         count, faults = fuzz.fuzz(
             "of_the_test", tmp_path, random.Random(0), lambda done: done < 2000
         )
-    assert (
-        count == 2000
-        and len(faults) == 1
-        and faults[0].startswith("of_the_test: KeyError at test_fuzz.py:")
-    )
+    assert count == 2000
+    assert len(faults) == 1
+    assert faults[0].startswith("of_the_test: KeyError at test_fuzz.py:")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,8 +52,17 @@ FUNCTION = 850
 SCRIPTS = 20_000
 """Tokens of all scripts."""
 EMPTY_NAMES = {
-    *("one", "found", "there", "own", "place", "made"),
-    *("given", "said", "heard", "more", "parts"),
+    "one",
+    "found",
+    "there",
+    "own",
+    "place",
+    "made",
+    "given",
+    "said",
+    "heard",
+    "more",
+    "parts",
 }
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 HOMES = {
@@ -66,14 +74,14 @@ HOMES = {
 """The only places that import these packages."""
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     return ".".join(["rl", *path.relative_to(SRC).with_suffix("").parts])
 
 
 MODULES = {module_of(path).removesuffix(".__init__"): path for path in FILES}
 
 
-def imports(path: Path) -> Iterator[str]:
+def imports(path):
     """Full names of all that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -83,13 +91,13 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(path: Path) -> set[str]:
+def own_imports(path):
     """Modules of ours that a file imports, lazily or not."""
     named = {name: name if name in MODULES else name.rpartition(".")[0] for name in imports(path)}
     return {module for module in named.values() if module in MODULES and module != "rl"}
 
 
-def room_of(module: str) -> str:
+def room_of(module):
     return module.split(".")[1]
 
 
@@ -217,7 +225,7 @@ def test_light_imports(module):
     )
 
 
-def num_tokens(text: str) -> int:
+def num_tokens(text):
     """Python's tokens without comments, docstrings and the ends of lines."""
     tokens = [
         token

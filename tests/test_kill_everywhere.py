@@ -50,7 +50,7 @@ def zygote(tmp_path_factory):
     zygote.close()
 
 
-def make_config(root: Path, model: Path, *flags: str):
+def make_config(root, model, *flags):
     base = (
         f"--name r --output_dir {root} --model.name {model} --model.dtype float32 "
         "--model.max_model_len 128 --max_lag 0 "
@@ -66,13 +66,13 @@ def make_config(root: Path, model: Path, *flags: str):
     return config
 
 
-def end_at(config, step: int) -> None:
+def end_at(config, step):
     """Sets the last step, now that the deaths are over."""
     config.max_steps = step
     write_file(config.run_dir.config, to_toml(config).encode())
 
 
-def points_of(trace: Path) -> list[tuple[str, int]]:
+def points_of(trace):
     """Distinct points in the order in which a process first came by, with how often it did."""
     names = [line.split()[1] for line in trace.read_text().splitlines()]
     return [(name, count) for name, count in Counter(names).items() if not name.startswith(SILENT)]
@@ -82,13 +82,13 @@ WRITTEN = "write torn fsync rename fsync_dir done"
 """The points of a file that is written."""
 
 
-def check_points(trace: Path, **kinds: str) -> None:
+def check_points(trace, **kinds):
     """A process came by all of these points."""
     expected = {f"{kind}.{point}" for kind, points in kinds.items() for point in points.split()}
     assert expected <= {name for name, _ in points_of(trace)}
 
 
-def chain_of(trace: Path) -> list[tuple[str, int]]:
+def chain_of(trace):
     """(point, which time) to die at: each point at its first time, and then those next to a
     commit, if they come again, at their second."""
     points = points_of(trace)
@@ -97,7 +97,7 @@ def chain_of(trace: Path) -> list[tuple[str, int]]:
     ]
 
 
-def leftovers(root: Path) -> list[Path]:
+def leftovers(root):
     return [path for path in root.rglob(".*") if path.name.endswith(("tmp", "old", "replaced"))]
 
 
@@ -107,14 +107,14 @@ def leftovers(root: Path) -> list[Path]:
 class Inference(StubServer):
     """What it samples is a function of the prompt and the version alone."""
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request):
         ids = (await request.json())["token_ids"]
         said = [(7 * sum(ids) + self.version + i) % 200 + 10 for i in range(3)]
         spans = [[self.version, 3]]
         return web.Response(body=turn_bytes(said, [-1.0] * 3, spans))
 
 
-def train(config) -> None:
+def train(config):
     """A trainer without a model: asks for one batch after the other, publishes versions without
     content."""
     client, wait = OrchestratorClient(config.run_dir), Wait(120.0, lambda *_: None)
@@ -132,9 +132,7 @@ def train(config) -> None:
             client.published(WeightVersion(step, str(config.run_dir.weights(step))), wait)
 
 
-def orchestrate(
-    zygote, config, lives: list[tuple[str, int]], trace: str = ""
-) -> tuple[dict[int, Group], dict[tuple[int, int], float]]:
+def orchestrate(zygote, config, lives, trace=""):
     """The orchestrator, killed at each point in turn and then left alone. Returns every group,
     and every member of another, that was ever seen finished."""
     log, finished, members = config.run_dir.root / "orchestrator.log", {}, {}
@@ -169,16 +167,12 @@ def orchestrate(
     return finished, members
 
 
-def check_exactly_once(
-    config, finished: dict[int, Group], members: dict[tuple[int, int], float]
-) -> None:
+def check_exactly_once(config, finished, members):
     """Every group in one place with the members that it had, every batch complete, nothing half
     left."""
     run_dir, steps = config.run_dir, range(1, config.max_steps + 1)
-    assert (
-        promises.exactly_once(run_dir, {*finished}) == ([], 0)
-        and promises.lag(run_dir, config)[0] == []
-    )
+    assert promises.exactly_once(run_dir, {*finished}) == ([], 0)
+    assert promises.lag(run_dir, config)[0] == []
     rollouts = promises.rollout_lines(run_dir)
     assert list(rollouts) == list(steps)
     for lines in rollouts.values():
@@ -233,7 +227,7 @@ def test_the_orchestrator_killed_at_every_point(tmp_path, model, zygote, monkeyp
 # The trainer --------------------------------------------------------------------------------------
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -282,9 +276,8 @@ def test_the_trainer_killed_at_every_point(tmp_path, model, zygote):
         ours, theirs = (contents(config.run_dir.weights(version)) for config in (killed, straight))
         assert ours == theirs, f"version {version}"
     ours, theirs = (contents(config.run_dir.checkpoint(steps)) for config in (killed, straight))
-    assert ours.keys() == theirs.keys() and all(
-        ours[name] == theirs[name] for name in ours if name.endswith(".distcp")
-    )
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] == theirs[name] for name in ours if name.endswith(".distcp"))
     assert list(read_metrics(killed.run_dir.metrics)) == [
         (step, "trainer") for step in range(1, steps + 1)
     ]
@@ -310,12 +303,12 @@ def test_the_preparation_of_a_resume_killed_at_every_point(tmp_path, model, zygo
             Merger(made.metrics).merge()
     write_file(made.pending, b"")
 
-    def resume(name: str, fault: str = "", trace: str = "") -> tuple[int, Path]:
+    def resume(name, fault="", trace=""):
         return zygote.live(
             "prepare", tmp_path / name / "wanted.toml", tmp_path / "log", fault, trace
         ), tmp_path / name / "r"
 
-    def copy(name: str) -> None:
+    def copy(name):
         shutil.copytree(made.root, tmp_path / name / "r")
         # and one change
         wanted = build(
@@ -325,7 +318,7 @@ def test_the_preparation_of_a_resume_killed_at_every_point(tmp_path, model, zygo
         )
         write_file(tmp_path / name / "wanted.toml", to_toml(wanted).encode())
 
-    def state(root: Path) -> dict[str, bytes]:
+    def state(root):
         return {
             name: data
             for name, data in contents(root).items()

@@ -6,7 +6,6 @@ made is compared. Needs root.
 import contextlib
 import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from rl.config.run import RLConfig
 from rl.run_dir.logs import last_lines
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import numbered
-from rl.system.children import Child
 from rl.wire.batch_file import decode_batch
 from tests.machines import Machines, node_command
 from tests.trainer.stub_orchestrator import StubOrchestrator
@@ -26,7 +24,7 @@ from tests.waiting import until
 STEPS, DEADLINE_S = 3, 200.0
 
 
-def environment() -> dict[str, str]:
+def environment():
     """One thread a process: two ranks, the server and the orchestrator share the cores."""
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
     more = {
@@ -37,7 +35,7 @@ def environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in unset} | more
 
 
-def wait_for(children: Sequence[Child]) -> None:
+def wait_for(children):
     """Until all have ended well. Fails with the end of a log when one fails or takes too long."""
     deadline = time.monotonic() + DEADLINE_S
     while running := [child for child in children if child.exit_code != 0]:
@@ -49,7 +47,7 @@ def wait_for(children: Sequence[Child]) -> None:
         time.sleep(0.1)
 
 
-def make_config(root: Path, name: str, model: Path) -> RLConfig:
+def make_config(root, name, model):
     flags = (
         f"--name {name} --output_dir {root} --max_steps {STEPS} --model.name {model} "
         "--model.dtype float32 --model.max_model_len 128 --trainer.optim.lr 1e-3 "
@@ -104,6 +102,5 @@ def test_three_machines_equal_one_rank(children, tmp_path, model):
     a, b = (
         load_file(config.run_dir.weights(STEPS) / "model.safetensors") for config in (far, near)
     )
-    assert a.keys() == b.keys() and all(
-        (a[name] - b[name]).norm() <= 1e-5 * b[name].norm() for name in b
-    )
+    assert a.keys() == b.keys()
+    assert all((a[name] - b[name]).norm() <= 1e-5 * b[name].norm() for name in b)

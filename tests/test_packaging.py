@@ -41,20 +41,16 @@ def test_everything_that_is_installed_has_the_version_that_the_constraints_say()
         if name not in LOCAL and str(here.get(name)) != f"=={version}"
     }
     assert not wrong, "`uv sync`, or after a change of dependencies `uv run scripts/constraints.py`"
-    assert len(here) > 200 and all(
-        re.fullmatch(r"==[\w.!+]+", str(line.specifier)) and not line.url for line in lines
-    )
+    assert len(here) > 200
+    assert all(re.fullmatch(r"==[\w.!+]+", str(line.specifier)) and not line.url for line in lines)
 
 
 def test_the_distribution_is_called_as_the_command_says_and_its_switches_are_all_documented():
-    assert (
-        PROJECT["project"]["name"] == DISTRIBUTION
-        and metadata.version(DISTRIBUTION) == PROJECT["project"]["version"]
-    )
+    assert PROJECT["project"]["name"] == DISTRIBUTION
+    assert metadata.version(DISTRIBUTION) == PROJECT["project"]["version"]
     extras, groups = dict(PROJECT["project"]["optional-dependencies"]), PROJECT["dependency-groups"]
-    assert (
-        extras.pop("tensorboard")[0] in groups["dev"] and extras.pop("tinker")[0] in groups["dev"]
-    )
+    assert extras.pop("tensorboard")[0] in groups["dev"]
+    assert extras.pop("tinker")[0] in groups["dev"]
     assert extras.pop("ray") and extras.pop("nixl"), (
         "large packages, which their own tests do without"
     )
@@ -78,7 +74,7 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
         key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")
     } | {"HF_HUB_OFFLINE": "1"}
 
-    def run(*command: object, cwd: Path = tmp_path) -> str:
+    def run(*command, cwd=tmp_path):
         done = subprocess.run(
             list(map(str, command)), cwd=cwd, env=clean, capture_output=True, text=True, timeout=240
         )
@@ -108,9 +104,8 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
         if path.is_file()
     ]
     examples = [path.as_posix() for path in examples if path.suffix != ".pyc"]
-    assert len(examples) > 20 and {
-        f"rl/{name.removeprefix('configs/')}" for name in examples
-    } <= set(names)
+    assert len(examples) > 20
+    assert {f"rl/{name.removeprefix('configs/')}" for name in examples} <= set(names)
     with tarfile.open(sdist) as archive:
         assert {"LICENSE", "README.md", "configs", "docs", "environments", "src", "tests"} <= {
             name.split("/")[1] for name in archive.getnames()
@@ -118,12 +113,10 @@ def test_the_wheel_runs_in_an_empty_environment(tmp_path, model):
     run(uv, "venv", "--quiet", "--python", sys.executable, env)
     run(uv, *f"pip install --quiet --python {env}/bin/python {wheel}[cpu]".split(), cwd=root)
     rl = env / "bin" / "rl"
-    assert run(rl, "--version") == f"rl {metadata.version(DISTRIBUTION)}\n" and "usage: rl " in run(
-        rl, "--help"
-    )
-    assert "One-digit sums" in run(rl, "recipe") and run(rl, "recipe", "sums").endswith(
-        "cd sums\nrl @ run.toml\n"
-    )
+    assert run(rl, "--version") == f"rl {metadata.version(DISTRIBUTION)}\n"
+    assert "usage: rl " in run(rl, "--help")
+    assert "One-digit sums" in run(rl, "recipe")
+    assert run(rl, "recipe", "sums").endswith("cd sums\nrl @ run.toml\n")
     assert (
         tmp_path / "sums" / "environments" / "single_digit_addition" / "pyproject.toml"
     ).is_file()

@@ -17,7 +17,7 @@ from rl.run_dir.files import HEADER, CorruptFileError, decode_records, encode_re
 from rl.run_dir.metrics import Merger, MetricsLog, MetricsReader
 from rl.system.errors import ConfigError
 from rl.wire.batch_file import BatchFile, decode_batch, encode_batch
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.rollouts import ENCODER, Group, Rollout, Turn
 from tests.wire.samples import aligned_sample
 
@@ -39,11 +39,11 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=1
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> TrainingSample:
+def samples(draw):
     length = draw(st.integers(1, 8))
     mask = [False, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))]
 
-    def floats() -> list[float]:
+    def floats():
         return draw(st.lists(st.floats(allow_nan=False), min_size=length, max_size=length))
 
     cut = draw(st.integers(0, sum(mask)))
@@ -70,7 +70,7 @@ BATCHES = st.builds(TrainBatch, step=st.integers(1, 10**6), samples=st.lists(sam
 # Files --------------------------------------------------------------------------------------------
 
 
-def damaged(draw: st.DrawFn, data: bytes) -> bytes:
+def damaged(draw, data):
     """Cut short, or with one bit flipped."""
     if draw(st.booleans()):
         return data[: draw(st.integers(0, len(data) - 1))]
@@ -109,7 +109,7 @@ def test_records_end_where_they_should(payloads, tail):
     assert found == payloads  # those before the damage
 
 
-def group(number: int, text: str) -> Group:
+def group(number, text):
     turn = Turn.of([1], [2, 3], [-1.0, -2.0], [VersionSpan(0, 2)])
     return Group(
         group_id=number, env="e", task=0, rollouts=[Rollout(turns=[turn], text=[{"content": text}])]
@@ -185,13 +185,13 @@ SETTINGS: dict[str, tuple[st.SearchStrategy[Any], list[str]]] = {
 DEFAULTS = build(parse_args(ENV))
 
 
-def at(config: Any, key: str) -> Any:
+def at(config, key):
     for name in key.split("."):
         config = getattr(config, name)
     return config
 
 
-def nested(settings: dict[str, Any]) -> dict[str, Any]:
+def nested(settings):
     table: dict[str, Any] = {}
     for key, value in settings.items():
         *parents, last = key.split(".")

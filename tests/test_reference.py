@@ -16,7 +16,7 @@ WRITERS = [
 ]
 
 
-def in_the_table(metric: str) -> bool:
+def in_the_table(metric):
     """Whether a name out of a metrics.jsonl is one of the table's."""
     return any(re.fullmatch(re.sub(r"<\w+>", "[^/]+", re.escape(name)), metric) for name in METRICS)
 
@@ -28,7 +28,7 @@ def test_the_pages_are_current():
     assert not stale, "uv run scripts/reference.py"
 
 
-def written_names(path: Path) -> set[str]:
+def written_names(path):
     """Patterns of the strings in a file that may be names of metrics, and of parts of a step
     that it times; what is filled in is `.*`."""
     found = set()

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ from rl.cluster import agent as module
 from rl.cluster.agent import RankAgent
 from rl.launch.devices import Share, Split
 from rl.launch.roles import AGENT
-from rl.run_dir.nodes import TrainerWorld
 from rl.run_dir.status import RoleStatus, write_status
 from rl.system.children import PYTHON
 from tests.cluster.configs import run_config, world_of
@@ -46,7 +44,7 @@ def make(tmp_path, children, monkeypatch):
     monkeypatch.setattr(module, "PYTHON", (str(program), *PYTHON[1:]))
     monkeypatch.setattr(module, "AGENT", [str(program), *AGENT[1:]])
 
-    def make_agent(ranks: int) -> tuple[RankAgent, Path]:
+    def make_agent(ranks):
         cluster = {"nodes": 3, "trainer_nodes": 2, "grace_s": 7}
         share = Share([], sorted(os.sched_getaffinity(0)), {"SHARE": "1"})
         note = tmp_path / "note"
@@ -63,12 +61,12 @@ def make(tmp_path, children, monkeypatch):
     return make_agent
 
 
-def world(generation: int, nodes: tuple[int, ...] = (0, 1), stop: str = "") -> TrainerWorld:
+def world(generation, nodes=(0, 1), stop=""):
     each = {"leases": [5] * len(nodes), "ranks": [1] * len(nodes)}
     return world_of(generation, list(nodes), **each, address="10.0.0.1", port=77, stop=stop)
 
 
-def read(note: Path) -> dict:
+def read(note):
     until(note.exists)
     found = json.loads(note.read_text())
     note.unlink()
@@ -88,7 +86,8 @@ def test_one_rank_needs_no_agent_of_torchrun(make):
         "SHARE": "1",
         "NODE": "1",
     }
-    assert found.items() >= expected.items() and found["arguments"][:3] == [
+    assert found.items() >= expected.items()
+    assert found["arguments"][:3] == [
         "-P",
         "-m",
         "rl.trainer.main",
@@ -96,9 +95,8 @@ def test_one_rank_needs_no_agent_of_torchrun(make):
     assert (agent.state, agent.generation) == ("running", 3)
     note.with_name("note.end").write_text("4")
     until(lambda: agent.poll(world(3)) or agent.state == "ended")
-    assert (agent.exit_code, agent.generation) == (4, 3) and agent.log.endswith(
-        "trainer-node1-1.log"
-    )
+    assert (agent.exit_code, agent.generation) == (4, 3)
+    assert agent.log.endswith("trainer-node1-1.log")
     agent.poll(world(3))
     assert agent.state == "ended", "a world is started once"
 
@@ -127,10 +125,8 @@ def test_several_ranks_have_torchruns_agent(make):
     agent, note = make(4)
     agent.poll(world(1))
     words = " ".join(read(note)["arguments"])
-    assert (
-        words.startswith("-P -m torch.distributed.run --no-python ")
-        and f"/python -P -m rl.trainer.main @ {agent.run_dir.config}" in words
-    )
+    assert words.startswith("-P -m torch.distributed.run --no-python ")
+    assert f"/python -P -m rl.trainer.main @ {agent.run_dir.config}" in words
     for part in (
         "--nnodes 2",
         "--node-rank 1",

@@ -6,7 +6,6 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
 from rl.cluster import kubernetes
 from rl.cluster.reach import index_of
 from rl.config.command_line import from_toml
-from rl.config.run import RLConfig
 from rl.system.errors import RunError
 from tests.cluster import configs
 
@@ -47,7 +45,7 @@ PODS = {"one pod": (1, 0), "many": (4, 8), "no servers": (4, 0), "queue": (1, 2)
 """Pods that train and pods that serve; in the other variants one each."""
 
 
-def run_config(cluster: dict[str, Any], **settings: Any) -> RLConfig:
+def run_config(cluster, **settings):
     given = {"image": "registry.example/rl:1", "volume_claim": "runs"} | cluster.get(
         "kubernetes", {}
     )
@@ -55,14 +53,14 @@ def run_config(cluster: dict[str, Any], **settings: Any) -> RLConfig:
     return configs.run_config(Path("/outputs"), cluster, **{"name": "Qwen3_Maths.v2"} | settings)
 
 
-def rendered(cluster: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def rendered(cluster):
     """ConfigMap and JobSet, as kubectl would read them."""
     config = run_config(cluster)
     config_map, job_set = yaml.safe_load_all(kubernetes.render(config, config.run_dir))
     return config_map, job_set
 
 
-def strict(schema: Any) -> Any:
+def strict(schema):
     """The schema without room for keys that it does not name."""
     if isinstance(schema, dict):
         inner = {key: strict(value) for key, value in schema.items()}
@@ -76,16 +74,16 @@ SCHEMA["$defs"]["IoK8sApimachineryPkgApiResourceQuantity"] = {"type": ["string",
 JOB_SET = jsonschema.Draft202012Validator(SCHEMA)
 
 
-def jobs_of(job_set: dict[str, Any]) -> dict[str, Any]:
+def jobs_of(job_set):
     """The specifications of its Jobs."""
     return {job["name"]: job["template"]["spec"] for job in job_set["spec"]["replicatedJobs"]}
 
 
-def pod_of(job: dict[str, Any]) -> dict[str, Any]:
+def pod_of(job):
     return job["template"]["spec"]
 
 
-def complaints(*manifests: dict[str, Any]) -> Iterator[str]:
+def complaints(*manifests):
     """What the schemas have against ConfigMap, JobSet, and the Jobs that would be made from it."""
     config_map, job_set = manifests
     yield from (error.message for error in JOB_SET.iter_errors(job_set))
@@ -100,7 +98,7 @@ def complaints(*manifests: dict[str, Any]) -> Iterator[str]:
             yield error.message
 
 
-def admitted(job_set: dict[str, Any]) -> bool:
+def admitted(job_set):
     """Whether the rules hold that no schema tells: the API server's and JobSet's for Jobs like
     ours."""
     name, jobs = job_set["metadata"]["name"], jobs_of(job_set)
@@ -198,11 +196,9 @@ def test_a_run_elsewhere_has_another_name():
         kubernetes.job_name(config.run_dir)
         for config in (here, there, run_config({"nodes": 2}, name="é" * 50 + "x" * 50))
     ]
-    assert (
-        len({*names}) == 3
-        and names[0].startswith("rl-qwen3-maths-v2-")
-        and max(map(len, names)) <= 40
-    )
+    assert len({*names}) == 3
+    assert names[0].startswith("rl-qwen3-maths-v2-")
+    assert max(map(len, names)) <= 40
 
 
 def test_a_planted_error_is_found():
@@ -233,7 +229,7 @@ sys.exit(code)
 class Kubectl:
     """A kubectl on the PATH that reaches nothing."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder):
         self.folder = folder
         (folder / "kubectl").write_text(KUBECTL)
         (folder / "kubectl").chmod(stat.S_IRWXU)
@@ -241,13 +237,11 @@ class Kubectl:
             "get pvc": (0, '["ReadWriteMany"]', "", 0.0)
         }
 
-    def answer(
-        self, words: str, code: int = 0, out: str = "", err: str = "", wait_s: float = 0.0
-    ) -> None:
+    def answer(self, words, code=0, out="", err="", wait_s=0.0):
         self.answers[words] = (code, out, err, wait_s)
         (self.folder / "answers.json").write_text(json.dumps(self.answers))
 
-    def calls(self) -> list[tuple[list[str], str]]:
+    def calls(self):
         return [
             (words, text)
             for words, text in map(
@@ -257,14 +251,14 @@ class Kubectl:
 
 
 @pytest.fixture
-def kubectl(tmp_path, monkeypatch) -> Kubectl:
+def kubectl(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     fake = Kubectl(tmp_path)
     fake.answer("nothing")
     return fake
 
 
-def submit(variant: str = "many") -> list[str]:
+def submit(variant="many"):
     config = run_config(VARIANTS[variant])
     return kubernetes.submit(config, config.run_dir)
 
@@ -288,9 +282,8 @@ def test_what_is_applied_and_deleted(kubectl):
         != len({*start.findall(text + kubernetes.render(config, config.run_dir))})
     )
     kubernetes.cancel(jobs, config)
-    assert (
-        kubectl.calls()[4][0][2:5] == ["delete", *jobs] and "--timeout=90s" in kubectl.calls()[4][0]
-    )
+    assert kubectl.calls()[4][0][2:5] == ["delete", *jobs]
+    assert "--timeout=90s" in kubectl.calls()[4][0]
 
 
 def test_a_run_that_has_ended_is_replaced_and_one_that_has_not_is_left_alone(kubectl):

@@ -7,13 +7,12 @@ import pytest
 from rl.cluster import lead as module
 from rl.cluster.lead import TAKEN, Leader, on_a_cluster, with_open_hosts
 from rl.cluster.world import END_S
-from rl.config.run import RLConfig
 from rl.run_dir.lease import LEASE_S, hold_role
 from tests.cluster.configs import run_config, world_of
 from tests.waiting import until
 
 
-def make_config(tmp_path, cluster=None, **tables) -> RLConfig:
+def make_config(tmp_path, cluster=None, **tables):
     supervisor = {"backoff_s": 0, "max_restarts": 2}
     return run_config(tmp_path, cluster or {}, supervisor=supervisor, **tables)
 
@@ -23,7 +22,7 @@ def leader(tmp_path, children, monkeypatch):
     monkeypatch.setattr(module, "TRY_S", 0.05)
     leader = Leader(make_config(tmp_path), 0, children, {})
 
-    def ends_as(statement: str) -> Leader:
+    def ends_as(statement):
         leader.command = [
             sys.executable,
             "-c",

@@ -12,7 +12,6 @@ import pytest
 from rl.cluster import node as module
 from rl.cluster.node import START_AGAIN, Node, main, own_share
 from rl.config.command_line import write_config
-from rl.config.run import RLConfig
 from rl.launch.children import FORWARDED_S, Children
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import lease_path
@@ -25,7 +24,7 @@ from tests.launch.test_run import DRIVER, ENVIRONMENTS, FOREVER, SCRIPTS
 from tests.waiting import until
 
 
-def make_config(tmp_path, **cluster) -> RLConfig:
+def make_config(tmp_path, **cluster):
     usual = {"nodes": 2, "trainer_nodes": 1, "join_timeout_s": 0.2}
     return run_config(tmp_path, usual | cluster)
 
@@ -59,11 +58,9 @@ def test_one_that_starts_after_the_end_of_the_run_ends_at_once(
     nodes.end(RunOver(exit_code=ended, text="as it was", time=1.0))
     write_config(tmp_path / "run.toml", config)
     assert main(["@", str(tmp_path / "run.toml"), "--cluster.index", "0"], children) == code
-    assert (
-        "as it was" in capfd.readouterr().out
-        and not [*config.run_dir.logs.glob("rl-*")]
-        and not nodes.statuses()
-    )
+    assert "as it was" in capfd.readouterr().out
+    assert not [*config.run_dir.logs.glob("rl-*")]
+    assert not nodes.statuses()
 
 
 def test_the_end_of_an_earlier_submission_does_not_concern_the_pods_of_another(
@@ -90,10 +87,8 @@ def test_one_that_cannot_take_part_is_named_and_ends_the_run_only_with_all_of_it
     for index, code in ((0, RESTART), (2, GIVE_UP)):  # the second one is the only server
         with pytest.raises(RunError, match="/dev/shm does not exist") as raised:
             Node(config, index, children)
-        assert (
-            raised.value.exit_code == code
-            and nodes.statuses()[index].fault == "/dev/shm does not exist"
-        )
+        assert raised.value.exit_code == code
+        assert nodes.statuses()[index].fault == "/dev/shm does not exist"
         assert (nodes.over() is not None) == (code == GIVE_UP)
     assert "machine 2 (" in nodes.over().text
     nodes.over_path.unlink()
@@ -123,7 +118,7 @@ def test_a_disk_that_does_not_answer_for_a_moment_ends_nothing(
         iter([OSError(28, "No space left on device", "x"), None, "over"]),
     )
 
-    def poll() -> RunOver | None:
+    def poll():
         found = next(polls)
         if isinstance(found, OSError):
             raise found

@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -47,7 +45,7 @@ PROMPT = {
 class RayCluster:
     """A head without room for actors, and machines with two GPUs that do not exist."""
 
-    def __init__(self, machines: int):
+    def __init__(self, machines):
         from ray.cluster_utils import Cluster
 
         self.before = {*psutil.Process().children(recursive=True)}
@@ -60,10 +58,10 @@ class RayCluster:
         self.cluster.wait_for_nodes()
         self.others: list[psutil.Process] = []
 
-    def add(self) -> None:
+    def add(self):
         self.cluster.add_node(num_cpus=2, num_gpus=2)
 
-    def kill_machine_of(self, pid: int) -> None:
+    def kill_machine_of(self, pid):
         """Cuts the power of the machine on which a process runs."""
         above = {parent.pid for parent in psutil.Process(pid).parents()}
         (node,) = [
@@ -74,13 +72,13 @@ class RayCluster:
         kill_below(node.all_processes["raylet"][0].process.pid)
         self.cluster.remove_node(node, allow_graceful=False)
 
-    def kill_head(self) -> None:
+    def kill_head(self):
         """Ends the head, and remembers the processes of all machines: some of them outlive their
         cluster then."""
         self.others = [*{*psutil.Process().children(recursive=True)} - self.before]
         self.cluster.remove_node(self.cluster.head_node, allow_graceful=False)
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         self.cluster.shutdown()
         for process in self.others:
             # psutil knows a pid that is another process by now
@@ -89,7 +87,7 @@ class RayCluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
+def cluster():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -101,7 +99,7 @@ def cluster() -> Iterator[RayCluster]:
 class Run:
     """A driver and its stand-ins."""
 
-    def __init__(self, root: Path, address: str, **settings: Any):
+    def __init__(self, root, address, **settings):
         usual = {"engine": "ray", "nodes": 4, "grace_s": 5, "ray": {"address": address}}
         environments = {"environment": [{"id": "owner/name"}]}
         self.config = run_config(root, usual | settings, orchestrator=environments)
@@ -117,33 +115,33 @@ class Run:
             text=True,
         )
 
-    def stand_ins(self, state: str = "") -> list[tuple[int, int]]:
+    def stand_ins(self, state=""):
         """Index and pid of those in a state: `.left`, `.ended` or `.over`; without one, of those
         that run."""
         paths = [path for path in (self.root / "stand-ins").glob("*") if path.suffix == state]
         found = [path.stem.split("-") for path in paths]
         return sorted((int(index), int(pid)) for index, pid in found)
 
-    def indices(self, state: str = "") -> list[int]:
+    def indices(self, state=""):
         return [index for index, _ in self.stand_ins(state)]
 
-    def all_run(self, timeout_s: float = START_S) -> dict[int, int]:
+    def all_run(self, timeout_s=START_S):
         """The pid of the one stand-in of each index, once all run."""
         until(lambda: self.indices() == [0, 1, 2, 3] or self.driver.poll() is not None, timeout_s)
         assert self.driver.poll() is None, self.driver.communicate()[1]
         return dict(self.stand_ins())
 
-    def end(self, timeout_s: float = 30.0) -> tuple[int, str]:
+    def end(self, timeout_s=30.0):
         """Exit code and last words of the driver."""
         _, text = self.driver.communicate(timeout=timeout_s)
         return self.driver.returncode, text
 
 
 @pytest.fixture
-def start(tmp_path, cluster) -> Iterator[Any]:
+def start(tmp_path, cluster):
     runs: list[Run] = []
 
-    def begin(**settings: Any) -> Run:
+    def begin(**settings):
         runs.append(Run(tmp_path, cluster.cluster.address, **settings))
         return runs[-1]
 
@@ -181,20 +179,16 @@ def test_a_lost_machine_is_replaced_with_its_index(start, cluster):
     )
     assert {index for index in pids if replaced[index] != again[index]} == {1}
     (here.root / "over").touch()
-    assert (
-        here.end() == (0, "")
-        and here.indices(".over") == [0, 1, 2, 3]
-        and not any(map(alive, again.values()))
-    )
+    assert here.end() == (0, "")
+    assert here.indices(".over") == [0, 1, 2, 3]
+    assert not any(map(alive, again.values()))
     assert [path.name for path in sorted(here.config.run_dir.logs.iterdir())] == [
-        *(
-            "node-0-1.log",
-            "node-1-1.log",
-            "node-1-2.log",
-            "node-2-1.log",
-            "node-2-2.log",
-            "node-3-1.log",
-        )
+        "node-0-1.log",
+        "node-1-1.log",
+        "node-1-2.log",
+        "node-2-1.log",
+        "node-2-2.log",
+        "node-3-1.log",
     ]
     files = [
         path
@@ -211,11 +205,9 @@ def test_never_again_ends_all(start):
     pids = here.all_run()
     (here.root / "exit-3").write_text("2")
     code, text = here.end()
-    assert (
-        code == 2
-        and "machine 3 ended with exit code 2" in text
-        and "stand-in 3 was told to end with 2" in text
-    )
+    assert code == 2
+    assert "machine 3 ended with exit code 2" in text
+    assert "stand-in 3 was told to end with 2" in text
     assert here.indices(".left") == [0, 1, 2] and not any(map(alive, pids.values()))
 
 
@@ -226,11 +218,9 @@ def test_too_many_starts(start):
         (here.root / "exit-0").write_text("1")
         until(lambda: not (here.root / "exit-0").exists())
     code, text = here.end()
-    assert (
-        code == 1
-        and "started 2 times, as cluster.max_requeues allows" in text
-        and f"rl @ {here.root}/config.toml --resume" in text
-    )
+    assert code == 1
+    assert "started 2 times, as cluster.max_requeues allows" in text
+    assert f"rl @ {here.root}/config.toml --resume" in text
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -246,11 +236,9 @@ def test_nothing_outlives_the_driver(start, signum):
 
 def test_machines_that_ray_does_not_have(start):
     code, text = start(nodes=7, join_timeout_s=2).end(60.0)
-    assert (
-        code == 3
-        and "7 machines with CPU: 1" in text
-        and "it has 5, with 2, 2, 2, 2, 0 GPUs" in text
-    )
+    assert code == 3
+    assert "7 machines with CPU: 1" in text
+    assert "it has 5, with 2, 2, 2, 2, 0 GPUs" in text
 
 
 def test_no_ray(tmp_path, monkeypatch):
@@ -273,24 +261,24 @@ def test_no_ray(tmp_path, monkeypatch):
 class RealRun:
     """A run of the tiny model: two machines train, one serves."""
 
-    def __init__(self, folder: Path, model: Path):
+    def __init__(self, folder, model):
         config = real_config(folder, model, {"engine": "ray", "ray": {"gpus": 0}}, "run")
         self.file, self.run_dir, self.said = folder / "run.toml", config.run_dir, folder / "said"
         write_config(self.file, config)
 
-    def start(self, *words: str) -> subprocess.Popen[bytes]:
+    def start(self, *words):
         with self.said.open("ab") as file:
             command = [sys.executable, "-m", "rl.main", *words]
             return subprocess.Popen(
                 command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file
             )
 
-    def submit(self, cluster: RayCluster, *words: str) -> subprocess.Popen[bytes]:
+    def submit(self, cluster, *words):
         return self.start(
             "@", str(self.file), "--cluster.ray.address", cluster.cluster.address, *words
         )
 
-    def wait_for_steps(self, process: subprocess.Popen[bytes], more: int = 5) -> None:
+    def wait_for_steps(self, process, more=5):
         wanted = steps_of(self.run_dir) + more
         until(lambda: steps_of(self.run_dir) >= wanted or process.poll() is not None, 400.0)
         assert process.poll() is None, self.said.read_text()[-3000:]
@@ -314,10 +302,8 @@ def test_a_run_outlives_machines_and_the_head(tmp_path, model, monkeypatch):
     )
     run.wait_for_steps(process)
     first.kill_head()
-    assert (
-        process.wait(START_S) == 1
-        and "has not answered for 20 s, and the machines end" in run.said.read_text()
-    )
+    assert process.wait(START_S) == 1
+    assert "has not answered for 20 s, and the machines end" in run.said.read_text()
     until(lambda: not processes_of(run.run_dir), 60.0)
     first.shutdown()
     second, last = RayCluster(4), steps_of(run.run_dir) + 5
@@ -327,7 +313,5 @@ def test_a_run_outlives_machines_and_the_head(tmp_path, model, monkeypatch):
     assert not processes_of(run.run_dir)
     second.shutdown()
     assert_each_step_once(run.run_dir, last)
-    assert (
-        run.start("replay", str(run.run_dir.root)).wait(200) == 0
-        and "EQUAL" in run.said.read_text()
-    )
+    assert run.start("replay", str(run.run_dir.root)).wait(200) == 0
+    assert "EQUAL" in run.said.read_text()

@@ -27,29 +27,29 @@ from tests.waiting import until
 class Other:
     """A machine that beats, and whose door is closed by `cut`."""
 
-    def __init__(self, nodes: Nodes, index: int, is_open: bool = True):
+    def __init__(self, nodes, index, is_open=True):
         self.nodes, self.door = nodes, socket.create_server(("127.0.0.1", 0))
         door = self.door.getsockname()[1]
         self.status = status_of(index, address="127.0.0.1", door=door)
         if not is_open:
             self.cut()
 
-    def beat(self) -> None:
+    def beat(self):
         self.status = msgspec.structs.replace(self.status, heartbeat=self.status.heartbeat + 1)
         self.nodes.write(self.nodes.status_path(self.status.index), self.status)
 
-    def cut(self) -> None:
+    def cut(self):
         self.door.close()
 
 
 @pytest.fixture
-def nodes(tmp_path, monkeypatch) -> Nodes:
+def nodes(tmp_path, monkeypatch):
     for name, seconds in {"KNOCK_S": 0.05, "READ_S": 0.15, "CUT_S": 0.3, "LEASE_S": 0.5}.items():
         monkeypatch.setattr(module, name, seconds)
     return Nodes(RunDir(tmp_path, tmp_path / "weights"))
 
 
-def cut_off(reach: Reach, others: list[Other]) -> list[int]:
+def cut_off(reach, others):
     """What is cut off while those machines beat."""
     for other in others:
         other.beat()
@@ -109,7 +109,7 @@ def no_route():
     raise OSError
 
 
-def entry(family: int, text: str) -> SimpleNamespace:
+def entry(family, text):
     return SimpleNamespace(family=family, address=text)
 
 

@@ -7,13 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from rl.cluster import slurm
-from rl.config.run import RLConfig
 from rl.run_dir.nodes import Nodes
 from rl.system import process_table
 from rl.system.children import Stopped
@@ -40,22 +37,22 @@ HERE_S = 150.0
 """Seconds that Slurm may take to find a machine lost and to start its job elsewhere."""
 
 
-def make_config(folder: Path, cluster: dict[str, object], **settings: object) -> RLConfig:
+def make_config(folder, cluster, **settings):
     usual = {"engine": "slurm", "grace_s": 5}
     config = run_config(folder, usual | cluster, name="run", **settings)
     config.run_dir.status_dir.mkdir(parents=True)
     return config
 
 
-def render(config: RLConfig) -> str:
+def render(config):
     return slurm.render(config, config.run_dir)
 
 
-def submit(config: RLConfig) -> list[str]:
+def submit(config):
     return slurm.submit(config, config.run_dir)
 
 
-def programs(folder: Path, **bodies: str) -> None:
+def programs(folder, **bodies):
     """Writes scripts of bash that take the place of Slurm's commands."""
     for name, body in bodies.items():
         (folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -132,10 +129,8 @@ def test_scripts(tmp_path, monkeypatch):
         )
         assert "srun --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c 'tries=0" in script
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    assert (
-        'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference
-        and "RL_INDEX_OFFSET" not in trainer
-    )
+    assert 'RL_NODE_INDEX="$SLURM_ARRAY_TASK_ID" RL_INDEX_OFFSET=2\n' in inference
+    assert "RL_INDEX_OFFSET" not in trainer
     assert "scancel" in trainer and "scancel --" not in inference
 
 
@@ -278,7 +273,7 @@ real = [
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm_here.SlurmHere]:
+def cluster(tmp_path_factory):
     with (
         slurm_here.SlurmHere(tmp_path_factory.mktemp("slurm")) as here,
         pytest.MonkeyPatch.context() as patch,
@@ -293,12 +288,12 @@ class Run:
 
     def __init__(
         self,
-        here: slurm_here.SlurmHere,
-        folder: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        code: int = 0,
-        save_s: float = 1.0,
-        **cluster: object,
+        here,
+        folder,
+        monkeypatch,
+        code=0,
+        save_s=1.0,
+        **cluster,
     ):
         self.here = here
         self.config = make_config(folder / "rün 1", {"trainer_nodes": 2} | cluster)
@@ -317,12 +312,12 @@ class Run:
         assert not list(slurm.faults(self.config))
         self.jobs = [] if slurm.stays(self.config) else submit(self.config)
 
-    def starts(self) -> list[list[str]]:
+    def starts(self):
         """Lines of: index, restarts of its job, Slurm's name of the machine, process id."""
         path = self.root / "starts"
         return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait(self, what: str, condition: Callable[[], object], timeout_s: float = HERE_S) -> None:
+    def wait(self, what, condition, timeout_s=HERE_S):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, (
@@ -331,7 +326,7 @@ class Run:
             )
             time.sleep(0.2)
 
-    def wait_for_starts(self, *expected: tuple[int, int]) -> None:
+    def wait_for_starts(self, *expected):
         """Until machines were started exactly so often: pairs of index and restarts of the job."""
         wanted = sorted(expected)
         self.wait(
@@ -342,15 +337,15 @@ class Run:
             ),
         )
 
-    def wait_for_end(self) -> None:
+    def wait_for_end(self):
         self.wait("an empty queue", lambda: not self.here.ask("squeue", "-h"))
         lines = [process_table.entry(int(pid)) for *_, pid in self.starts()]
         assert not [line for line in lines if line and line.state != "Z"]
 
-    def logs(self) -> str:
+    def logs(self):
         return "\n".join(path.read_text() for path in self.config.run_dir.logs.glob("slurm-*.log"))
 
-    def state(self, job: str) -> str:
+    def state(self, job):
         return self.here.ask("scontrol", "show", "job", job).partition("JobState=")[2].split()[0]
 
 
@@ -393,9 +388,8 @@ class TestShort:
         slurm.cancel(run.jobs, run.config)
         run.wait_for_end()
         slurm.cancel(run.jobs, run.config)
-        assert [run.state(job) for job in run.jobs] == ["CANCELLED", "CANCELLED"] and len(
-            run.starts()
-        ) == 3
+        assert [run.state(job) for job in run.jobs] == ["CANCELLED", "CANCELLED"]
+        assert len(run.starts()) == 3
 
 
 class TestSlurm:
@@ -410,17 +404,15 @@ class TestSlurm:
         cluster.ask("scancel", "--signal=TERM", run.jobs[0])
         run.wait_for_end()
         assert "queued again cluster.max_requeues = 1 times: continue with --resume" in run.logs()
-        assert [run.state(job) for job in run.jobs] == ["FAILED", "CANCELLED"] and len(
-            run.starts()
-        ) == 5
+        assert [run.state(job) for job in run.jobs] == ["FAILED", "CANCELLED"]
+        assert len(run.starts()) == 5
 
     def test_never_again(self, cluster, tmp_path, monkeypatch):
         """Exit code 3 of the machines ends everything."""
         run = Run(cluster, tmp_path, monkeypatch, code=3)
         run.wait_for_end()
-        assert run.state(run.jobs[0]) == "FAILED" and {
-            restarts for _, restarts, *_ in run.starts()
-        } == {"0"}
+        assert run.state(run.jobs[0]) == "FAILED"
+        assert {restarts for _, restarts, *_ in run.starts()} == {"0"}
 
     def test_fewer_trainers(self, cluster, tmp_path, monkeypatch):
         """With min_trainer_nodes the job outlives the loss of a machine, and has all of them
@@ -448,7 +440,7 @@ class TestSlurm:
         run = Run(cluster, tmp_path, monkeypatch)
         assert not run.jobs
 
-        def stop() -> None:
+        def stop():
             run.wait_for_starts((0, 0), (1, 0), (2, 0))
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,9 @@ from tests.cluster import slurm_here
 from tests.cluster.configs import REAL, assert_each_step_once, processes_of, real_config, steps_of
 
 pytestmark = [
-    *(pytest.mark.cluster, pytest.mark.timeout(1200), pytest.mark.usefixtures("classic_home")),
+    pytest.mark.cluster,
+    pytest.mark.timeout(1200),
+    pytest.mark.usefixtures("classic_home"),
     pytest.mark.skipif(bool(slurm_here.unable()), reason=slurm_here.unable()),
 ]
 RL = Path(sys.executable).parent / "rl"
@@ -25,7 +26,7 @@ RL = Path(sys.executable).parent / "rl"
 class Run:
     """A run on Slurm, as its user sees it."""
 
-    def __init__(self, here: slurm_here.SlurmHere, folder: Path, model: Path):
+    def __init__(self, here, folder, model):
         self.here, self.file = here, folder / "run.toml"
         config = real_config(folder / "out puts", model, {"engine": "slurm"}, "rün")
         self.run_dir, self.said = config.run_dir, folder / "said"
@@ -34,7 +35,7 @@ class Run:
         self.trainer = self.servers = ""
         write_config(self.file, config)
 
-    def start(self, *words: str, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    def start(self, *words, before=()):
         """Types a command of `rl`."""
         with self.said.open("ab") as file:
             process = subprocess.Popen(
@@ -46,7 +47,7 @@ class Run:
         self.processes.append(process)
         return process
 
-    def submit(self, *words: str) -> subprocess.Popen[bytes]:
+    def submit(self, *words):
         """Has `rl` submit the run, and waits until it trains."""
         before = self.text().count("submitted ")
         process = self.start("@", str(self.file), *words)
@@ -57,10 +58,10 @@ class Run:
         self.wait_for_steps(5)
         return process
 
-    def text(self) -> str:
+    def text(self):
         return self.said.read_text() if self.said.exists() else ""
 
-    def wait(self, what: str, condition: Callable[[], object], timeout_s: float = 400.0) -> None:
+    def wait(self, what, condition, timeout_s=400.0):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, (
@@ -68,23 +69,23 @@ class Run:
             )
             time.sleep(0.5)
 
-    def wait_for_steps(self, more: int) -> None:
+    def wait_for_steps(self, more):
         wanted = steps_of(self.run_dir) + more
         self.wait(f"step {wanted}", lambda: steps_of(self.run_dir) >= wanted)
 
-    def wait_for_requeue(self, number: int) -> None:
+    def wait_for_requeue(self, number):
         self.wait(
             f"requeue {number}",
             lambda: f"Restarts={number} " in self.here.ask("scontrol", "show", "job", self.trainer),
         )
         self.wait_for_steps(5)
 
-    def machine(self, job: str) -> str:
+    def machine(self, job):
         """The last machine of a running job; empty if none runs."""
         nodes = self.here.ask("squeue", "-h", "-t", "R", "-j", job, "-o", "%N")
         return self.here.ask("scontrol", "show", "hostnames", nodes).split()[-1] if nodes else ""
 
-    def lose(self, job: str) -> None:
+    def lose(self, job):
         """Cuts the power of a machine, until its job runs elsewhere."""
         lost = self.machine(job)
         self.here.kill(lost)
@@ -92,7 +93,7 @@ class Run:
         self.here.start(lost)
         self.wait_for_steps(5)
 
-    def finish(self, *before: str) -> None:
+    def finish(self, *before):
         """Trains a few more steps, to the end: then every step was trained once, and a replay
         makes the same weights."""
         last = steps_of(self.run_dir) + 5
@@ -102,14 +103,14 @@ class Run:
         assert_each_step_once(self.run_dir, last)
         assert self.start("replay", self.root).wait(600) == 0 and "EQUAL" in self.text()
 
-    def wait_for_nothing(self) -> None:
+    def wait_for_nothing(self):
         """Until the queue is empty: then no process is left."""
         self.wait("an empty queue", lambda: not self.here.ask("squeue", "-h"))
         self.wait("no process", lambda: not processes_of(self.run_dir), 30.0)
 
 
 @pytest.fixture
-def run(tmp_path, tmp_path_factory, model) -> Iterator[Run]:
+def run(tmp_path, tmp_path_factory, model):
     # a short name, for sockets
     with slurm_here.SlurmHere(tmp_path_factory.mktemp("s")) as here:
         found = Run(here, tmp_path, model)

@@ -15,12 +15,12 @@ from rl.system.errors import ConfigError, RunError
 from tests.cluster.configs import run_config
 
 
-def make(tmp_path, **cluster: object) -> RLConfig:
+def make(tmp_path, **cluster):
     return run_config(tmp_path, cluster)
 
 
 @pytest.fixture
-def engine(monkeypatch) -> SimpleNamespace:
+def engine(monkeypatch):
     found = SimpleNamespace(told=[], wrong=[])
     found.faults = lambda config: iter(found.wrong)
     found.render = lambda config, run_dir: (
@@ -62,14 +62,12 @@ def test_what_is_known_to_fail_is_said_before_anything_is_made(engine, tmp_path)
     config = make(tmp_path, engine="slurm")
     with pytest.raises(ConfigError, match="2 faults") as error:
         submit(config, CommandLine(), None)
-    assert (
-        "cluster.slurm.partition = 'no'\n    is not a partition" in str(error.value)
-        and not config.run_dir.root.exists()
-    )
+    assert "cluster.slurm.partition = 'no'\n    is not a partition" in str(error.value)
+    assert not config.run_dir.root.exists()
 
 
 def test_jobs_that_cannot_be_recorded_are_removed(engine, monkeypatch, tmp_path):
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Nodes, "write", refuse)
@@ -138,9 +136,8 @@ def test_a_dry_run_says_that_the_model_is_not_to_be_found(monkeypatch, capsys, n
     monkeypatch.setattr("rl.models.folder.from_hub", from_hub)
     config = RLConfig.model_validate({"model": {"name": name}})
     assert dry_run(config) == to_toml(config)
-    assert f"rl: model.name = '{name}': {said}" in capsys.readouterr().err and asked == [False] * (
-        name == "owner/nope"
-    )
+    assert f"rl: model.name = '{name}': {said}" in capsys.readouterr().err
+    assert asked == [False] * (name == "owner/nope")
     dry_run(make(Path("o"), engine="none"))
     assert capsys.readouterr().err == "", "its machines have other folders"
 
@@ -150,7 +147,7 @@ def test_the_exit_code_is_that_of_the_run(engine, tmp_path):
     config = make(tmp_path, engine="ray")
     nodes = Nodes(config.run_dir)
 
-    def run(*_: object) -> int:
+    def run(*_):
         nodes.write(nodes.over_path, RunOver(exit_code=130, text="stopped", time=1.0))
         return 0
 

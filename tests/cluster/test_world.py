@@ -3,7 +3,6 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import ClassVar
@@ -13,9 +12,8 @@ import pytest
 
 from rl.cluster import world as module
 from rl.cluster.world import Launcher, failure
-from rl.config.run import RLConfig
 from rl.run_dir.lease import lease_path
-from rl.run_dir.nodes import Nodes, Stop, TrainerWorld
+from rl.run_dir.nodes import Nodes
 from rl.run_dir.status import RoleStatus, Staleness, write_status
 from rl.system.children import Stopped
 from rl.system.errors import DAMAGED, GIVE_UP, KILLED, RESTART, RunError
@@ -31,7 +29,7 @@ class Machine:
 
     all: ClassVar[list["Machine"]] = []
 
-    def __init__(self, nodes: Nodes, index: int):
+    def __init__(self, nodes, index):
         self.nodes, self.dead, self.changing, self.beats = nodes, False, threading.Lock(), 0
         self.all.append(self)
         self.status = status_of(index)
@@ -43,11 +41,11 @@ class Machine:
         self.thread = threading.Thread(target=self._beat, daemon=True)
         self.thread.start()
 
-    def set(self, **fields: object) -> None:
+    def set(self, **fields):
         with self.changing:
             self.status = msgspec.structs.replace(self.status, **fields)
 
-    def _beat(self) -> None:
+    def _beat(self):
         while not self.dead:
             world = self.nodes.world()
             if world and self.status.index in world.nodes:
@@ -65,11 +63,11 @@ class Machine:
             self.beats += 1
             time.sleep(0.01)
 
-    def die(self) -> None:
+    def die(self):
         self.dead = True
         self.thread.join()
 
-    def start_again(self) -> None:
+    def start_again(self):
         """Does as a machine that was declared lost, or whose `rl node` was killed."""
         lease = self.status.lease
         lease_path(self.nodes.lock(self.status.index), lease).write_bytes(b"")
@@ -81,11 +79,11 @@ class Clock:
     """Goes on by what a launcher sleeps if all machines that live have beaten meanwhile: none
     seems lost because its thread was not let."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now, self.seen = 0.0, dict[Machine, int]()
         Machine.all = []
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         time.sleep(seconds)
         beats = {machine: machine.beats for machine in Machine.all if not machine.dead}
         if all(count > self.seen.get(machine, 0) for machine, count in beats.items()):
@@ -93,7 +91,7 @@ class Clock:
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch) -> RLConfig:
+def config(tmp_path, monkeypatch):
     for name, seconds in {
         "POLL_S": 0.01,
         "LEASE_S": 0.5,
@@ -112,7 +110,7 @@ def config(tmp_path, monkeypatch) -> RLConfig:
 
 
 @contextmanager
-def cluster_of(config: RLConfig, count: int) -> Iterator[list[Machine]]:
+def cluster_of(config, count):
     nodes = Nodes(config.run_dir)
     nodes.folder.mkdir(parents=True)
     machines = [Machine(nodes, index) for index in range(count)]
@@ -124,13 +122,13 @@ def cluster_of(config: RLConfig, count: int) -> Iterator[list[Machine]]:
 class Running:
     """A launcher in a thread."""
 
-    def __init__(self, config: RLConfig):
+    def __init__(self, config):
         self.nodes, self.code, self.error = Nodes(config.run_dir), -1, None
         self.launcher = Launcher(config)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
-    def _run(self) -> None:
+    def _run(self):
         try:
             self.code = self.launcher.run()
         except RunError as error:
@@ -140,10 +138,10 @@ class Running:
         ]
         self.launcher.status.close()
 
-    def world(self, generation: int) -> TrainerWorld:
+    def world(self, generation):
         """Waits for a world with all its agents running."""
 
-        def ready() -> TrainerWorld | None:
+        def ready():
             world, statuses = self.nodes.world(), self.nodes.statuses()
             there = world and world.generation == generation and not world.stop
             return (
@@ -154,14 +152,14 @@ class Running:
 
         return until(ready)
 
-    def result(self) -> int:
+    def result(self):
         self.thread.join(60)
         assert not self.thread.is_alive()
         return self.code
 
 
 @contextmanager
-def training(config: RLConfig, count: int = 3) -> Iterator[tuple[list[Machine], Running]]:
+def training(config, count=3):
     """Machines in their first world."""
     with cluster_of(config, count) as machines:
         running = Running(config)
@@ -277,7 +275,7 @@ def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monk
         until(lambda: all(machine.status.agent == "running" for machine in machines))
         launcher.world, machines[0].slow, told, tell = nodes.world(), 20, [], launcher.tell
 
-        def stopped(world: TrainerWorld, stop: Stop) -> None:
+        def stopped(world, stop):
             told.append(stop)
             tell(world, stop)
             if len(told) == 1:
@@ -286,9 +284,8 @@ def test_a_launcher_that_is_stopped_while_agents_end_waits_for_them(config, monk
         monkeypatch.setattr(launcher, "tell", stopped)
         with pytest.raises(Stopped):
             launcher.run()
-        assert told == ["kill", "kill"] and all(
-            status.agent == "ended" for status in nodes.statuses().values()
-        )
+        assert told == ["kill", "kill"]
+        assert all(status.agent == "ended" for status in nodes.statuses().values())
         launcher.status.close()
 
 
@@ -316,11 +313,9 @@ def test_machines_that_differ_are_refused(config, field, value, words):
         machines[1].set(**{field: value})
         running = Running(config)
         running.result()
-        assert (
-            words in str(running.error)
-            and "host0" in str(running.error)
-            and "host1" in str(running.error)
-        )
+        assert words in str(running.error)
+        assert "host0" in str(running.error)
+        assert "host1" in str(running.error)
 
 
 def test_one_that_differs_is_not_taken_into_a_world_that_trains(config):

@@ -33,7 +33,7 @@ STATE = OrchestratorState(
 )
 
 
-def weights(step: int) -> bytes:
+def weights(step):
     """A safetensors file without tensors."""
     header = b'{"__metadata__": {"step": "%d"}}' % step
     return len(header).to_bytes(8, "little") + header
@@ -78,7 +78,7 @@ def branch(*args, code=0):
     assert subcommand("branch", flags(*args), Children()) == code
 
 
-def fault(capsys, *args, code=1) -> str:
+def fault(capsys, *args, code=1):
     try:
         branch(*args, code=code)
     except SystemExit as end:
@@ -90,11 +90,9 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
     branch(f"{run.root}@2", "--name y --trainer.optim.lr 3e-6")
     ((config, resume, again),) = launched
     new = config.run_dir
-    assert (
-        new.root == run.root.with_name("y")
-        and resume == -1
-        and again == f"rl @ {new.config} --resume"
-    )
+    assert new.root == run.root.with_name("y")
+    assert resume == -1
+    assert again == f"rl @ {new.config} --resume"
     for kind in ("checkpoint", "weights"):
         for file in getattr(run, kind)(2).iterdir():
             assert (getattr(new, kind)(2) / file.name).samefile(file)
@@ -105,15 +103,12 @@ def test_a_branch_has_the_state_of_its_step_as_links_and_is_resumed(run, launche
         == list(numbered(new.weights_dir))
         == [2]
     )
-    assert (
-        from_toml(new.config) == config
-        and config.trainer.optim.lr == 3e-6
-        and config.max_steps == 4
-    )
+    assert from_toml(new.config) == config
+    assert config.trainer.optim.lr == 3e-6
+    assert config.max_steps == 4
     origin = read_origin(new)
-    assert (origin.run, origin.step) == (str(run.root), 2) and origin.changes == [
-        Change("trainer.optim.lr", "1e-05", "3e-06")
-    ]
+    assert (origin.run, origin.step) == (str(run.root), 2)
+    assert origin.changes == [Change("trainer.optim.lr", "1e-05", "3e-06")]
     said = f"{new.root}: branch of {run.root} at step 2\n  trainer.optim.lr: 1e-05 -> 3e-06\n"
     assert said in capsys.readouterr().out
     prepared = prepare(config, resume=-1, clean=False)  # as the launcher does
@@ -165,9 +160,8 @@ def test_a_branch_of_a_run_that_was_moved_lies_beside_it(run, launched, tmp_path
     assert "m is the run itself" in fault(
         capsys, f"{moved}@2", "--output_dir", tmp_path / "link", "--clean", code=2
     )
-    assert launched[0][0].run_dir.root == moved.parent / "y" and read_origin(
-        launched[0][0].run_dir
-    ).run == str(moved)
+    assert launched[0][0].run_dir.root == moved.parent / "y"
+    assert read_origin(launched[0][0].run_dir).run == str(moved)
     doctor([str(moved.parent / "y")], Children())
     assert "  step 2 of 4, batch 2, version 2, checkpoint 2\n" in capsys.readouterr().out
 
@@ -199,9 +193,8 @@ def test_tasks_go_on_unless_what_is_played_changes(run, launched):
     assert same.batch(4).samefile(run.batch(4))
     content = decode_batch(other.batch(4).read_bytes(), "")
     state = decode_state(content.state)
-    assert content.batch.step == 4 and state.tasks == TaskState(
-        next_group=9, issued={}, in_flight=[]
-    )
+    assert content.batch.step == 4
+    assert state.tasks == TaskState(next_group=9, issued={}, in_flight=[])
     assert (state.settled, state.pending) == ([1], [])
 
 
@@ -277,14 +270,10 @@ def test_another_loss_drops_the_keys_of_the_one_before(run, launched):
         change.key: (change.old, change.new)
         for change in read_origin(launched[0][0].run_dir).changes
     }
-    assert (
-        changes["trainer.loss.type"] == ("'policy_gradient'", "'clip'")
-        and changes["trainer.loss.importance"][1] == "None"
-    )
-    assert (
-        changes["trainer.loss.token_mask"][1] == "[0.0, inf]"
-        and "trainer.loss.kl_coefficient" not in changes
-    )
+    assert changes["trainer.loss.type"] == ("'policy_gradient'", "'clip'")
+    assert changes["trainer.loss.importance"][1] == "None"
+    assert changes["trainer.loss.token_mask"][1] == "[0.0, inf]"
+    assert "trainer.loss.kl_coefficient" not in changes
 
 
 def test_a_dry_run_writes_nothing(run, launched, capsys, monkeypatch):
@@ -298,10 +287,8 @@ def test_a_dry_run_writes_nothing(run, launched, capsys, monkeypatch):
     said = capsys.readouterr()
     assert said.err.endswith("rl: no such folder\n")
     (run.root.parent / "dry.toml").write_text(said.out)
-    assert (
-        from_toml(run.root.parent / "dry.toml").run_dir.root == run.root.with_name("y")
-        and not launched
-    )
+    assert from_toml(run.root.parent / "dry.toml").run_dir.root == run.root.with_name("y")
+    assert not launched
     assert "there is no checkpoint of step 3" in fault(
         capsys, f"{run.root}@3", "--name y --dry-run"
     )
@@ -338,10 +325,8 @@ def test_versions_elsewhere_are_copied_there(run, launched, capsys, tmp_path, mo
     )
     branch(f"{run.root}@2", "--name y --trainer.weights.dir", tmp_path / "memory")
     new = launched[0][0].run_dir
-    assert (
-        new.weights(2) == tmp_path / "memory" / "y" / "000002"
-        and not (new.root / "weights").exists()
-    )
+    assert new.weights(2) == tmp_path / "memory" / "y" / "000002"
+    assert not (new.root / "weights").exists()
     assert (new.weights(2) / "model.safetensors").read_bytes() == weights(2)
     shutil.rmtree(new.root)
     expected = "memory/y holds versions 2 of another run; choose another --name"
@@ -359,9 +344,9 @@ def test_what_a_branch_begins_with_is_where_replay_begins_and_old_batches_go(run
     for step in (3, 4):
         write_batch(new.batch(step), TrainBatch(step=step, samples=[]), STATE)
         write_file(new.digests(step), b'{"hash": "blake3", "tensors": {}}')
-    assert (
-        plan(new, config, 0, None)[0].start == 2 and first_step(new) == 2 and first_step(run) == 0
-    )
+    assert plan(new, config, 0, None)[0].start == 2
+    assert first_step(new) == 2
+    assert first_step(run) == 0
     with pytest.raises(RunError, match=f"--from 1: {new.root} is a branch and begins at step 2"):
         plan(new, config, 1, None)
     shutil.copytree(run.checkpoint(4), new.checkpoint(4))
@@ -394,10 +379,9 @@ def test_a_branch_of_fine_tuning_keeps_its_examples_and_their_order(run, launche
         ("--model.max_model_len", "64"),
     ):
         said = fault(capsys, f"{run.root}@2", "--name y", *change)
+        assert f"  {change[0][2:]}: " in said
         assert (
-            f"  {change[0][2:]}: " in said
-            and "decides the examples, their order or their batches, of which some are trained"
-            in said
+            "decides the examples, their order or their batches, of which some are trained" in said
         )
     run.data.mkdir()
     branch(f"{run.root}@2", "--name y --sft.validation_interval 7 --learning_rate 1e-4")

@@ -116,7 +116,8 @@ def test_a_file_that_is_filled_in_two_starts(tmp_path, model):
         "good",
         1.0,
         "finished",
-    ) and "turns" not in lines[0]
+    )
+    assert "turns" not in lines[0]
 
 
 def test_lines_say_which_agents_are_not_trained(tmp_path):
@@ -153,8 +154,6 @@ def test_what_is_collected_with_tokens_can_be_trained(tmp_path):
         0.7,
         [3],
     )
-    assert (
-        first.turns[0].policy_versions[0].num_tokens == 1
-        and failed.error == "broken"
-        and failed.reward is None
-    )
+    assert first.turns[0].policy_versions[0].num_tokens == 1
+    assert failed.error == "broken"
+    assert failed.reward is None

@@ -69,9 +69,8 @@ def test_an_interrupt_ends_it_at_once_and_leaves_nothing(tmp_path, during):
         began = time.monotonic()
         process.communicate(timeout=60)
     assert process.returncode == 130 and time.monotonic() - began < 50
-    assert list((tmp_path / "tmp").glob(".rl-env-*")) == [] and not list(
-        tmp_path.glob("homes/.home*")
-    )
+    assert list((tmp_path / "tmp").glob(".rl-env-*")) == []
+    assert not list(tmp_path.glob("homes/.home*"))
 
 
 def test_the_environment_and_its_arguments(capsys):
@@ -81,9 +80,8 @@ def test_the_environment_and_its_arguments(capsys):
         ["--split", "eval"],
     )
     given, rest = environment_given(["x", "--args", '{"a": {"b": null}, "c": 1}', "--seed", "1"])
-    assert given["orchestrator.environment"][0] == [
-        {"id": "x", "args": {"a": {"b": None}, "c": 1}}
-    ] and rest == ["--seed", "1"]
+    assert given["orchestrator.environment"][0] == [{"id": "x", "args": {"a": {"b": None}, "c": 1}}]
+    assert rest == ["--seed", "1"]
     assert environment_given(["x", '--args={"a": 1}'])[0]["orchestrator.environment"][0][0][
         "args"
     ] == {"a": 1}

@@ -56,9 +56,10 @@ def policy(name, rewards, **fields):
 def test_what_is_evaluated():
     config = made("--orchestrator.environment.id a/x --orchestrator.environment.args.n 3")
     derived = evaluations_only(config, 5, 2, quick=False).orchestrator
-    assert derived.environment == [] and [
-        (one.id, one.args, one.num_examples, one.samples) for one in derived.eval
-    ] == [("a/x", {"n": 3}, 5, 2)]
+    assert derived.environment == []
+    assert [(one.id, one.args, one.num_examples, one.samples) for one in derived.eval] == [
+        ("a/x", {"n": 3}, 5, 2)
+    ]
     quick = evaluations_only(config, None, None, quick=True)
     assert (
         quick.orchestrator.eval[0].num_examples,
@@ -146,9 +147,8 @@ def test_two_models_of_an_endpoint(tmp_path):
             f"{server.url}#bad",
         )
         assert code == 0, err
-        assert {body["model"] for body in server.asked} == {"good", "bad"} and {
-            body["temperature"] for body in server.asked
-        } == {0}
+        assert {body["model"] for body in server.asked} == {"good", "bad"}
+        assert {body["temperature"] for body in server.asked} == {0}
         assert len(server.asked) == 2 * 2 * 2
     report = json.loads((tmp_path / "o" / "report.json").read_text())
     assert [one["evals"]["say-digit"]["metrics"]["reward_mean"] for one in report["policies"]] == [
@@ -169,11 +169,9 @@ def test_two_models_of_an_endpoint(tmp_path):
         (1, 1, 1.0, "finished"),
     ]
     assert lines[2]["messages"][-1] == {"role": "assistant", "content": "1"}
-    assert (
-        "+1.000 to +1.000" in out
-        and "say-digit (2 x 2)" in out
-        and "rollouts in good/, bad/" in out
-    )
+    assert "+1.000 to +1.000" in out
+    assert "say-digit (2 x 2)" in out
+    assert "rollouts in good/, bad/" in out
     assert not list(tmp_path.glob("o/server"))
 
 
@@ -199,11 +197,9 @@ def test_servers_of_ours_that_run_already_and_an_earlier_report(tmp_path, model)
             "--compare e/report.json",
         )
     assert code == 0, err
-    assert (
-        "old (e)" in out
-        and "+1.000" in out
-        and "warning: eval say-digit: the two policies differ in environment" in err
-    )
+    assert "old (e)" in out
+    assert "+1.000" in out
+    assert "warning: eval say-digit: the two policies differ in environment" in err
     (report,) = tmp_path.glob("outputs/eval-say-digit-*/*/report.json")
     assert (
         json.loads(report.read_text())["policies"][0]["evals"]["say-digit"]["metrics"][
@@ -299,11 +295,9 @@ def test_rollouts_that_all_fail_end_it(tmp_path):
             "--orchestrator.environment.args.fail always --orchestrator.rollout_retries 0",
         )
         code, _, err = rl(tmp_path, "eval", *flags, "--policy", server.url)
-    assert (
-        code == 1
-        and "all of the first 2 rollouts failed" in err
-        and "ZeroDivisionError: broken environment" in err
-    )
+    assert code == 1
+    assert "all of the first 2 rollouts failed" in err
+    assert "ZeroDivisionError: broken environment" in err
 
 
 def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
@@ -314,10 +308,8 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     code, _, err = rl(
         tmp_path, "eval", *flags, code=with_server("import sys; sys.exit('no memory')")
     )
-    assert (
-        code == 1
-        and "rl eval: inference ended with exit code 1. The end of its log:\n  | no memory" in err
-    )
+    assert code == 1
+    assert "rl eval: inference ended with exit code 1. The end of its log:\n  | no memory" in err
     slow = "import time; time.sleep(600)"
     code, _, err = rl(
         tmp_path, "eval", *flags, "--inference.startup_timeout_s 1", code=with_server(slow)
@@ -326,10 +318,8 @@ def test_a_server_that_dies_or_does_not_come_up(tmp_path, model):
     assert not list(tmp_path.rglob(".server.*"))
     (tmp_path / "empty").mkdir()
     code, _, err = rl(tmp_path, "eval", *SAY_DIGIT, "--policy empty")
-    assert (
-        code == 1
-        and f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err
-    )
+    assert code == 1
+    assert f"{tmp_path}/empty is not a complete Hugging Face model, it lacks config.json" in err
 
 
 def test_ctrl_c_leaves_nobody(tmp_path, model):

@@ -21,7 +21,7 @@ def run(tmp_path):
     return root
 
 
-def fault(capsys, *args) -> str:
+def fault(capsys, *args):
     """The message of an export that ends with 1, or as a wrong command line with 2."""
     code, _, err = called(capsys, "export", *args)
     assert code in (1, 2)

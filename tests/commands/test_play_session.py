@@ -117,10 +117,8 @@ def test_a_server_alone_has_all_of_the_box(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     again = made(f"@{path}")
-    assert (
-        again.run_dir.root == tmp_path / "work" / "server"
-        and again.run_dir.newest_weights() is None
-    )
+    assert again.run_dir.root == tmp_path / "work" / "server"
+    assert again.run_dir.newest_weights() is None
     division = split(again, Machine(gpus=["0", "1"], cores=[0, 1]))
     assert division.inference.gpus == [0, 1] and division.vllm == {"data_parallel_size": 2}
 

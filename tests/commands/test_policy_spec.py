@@ -74,10 +74,8 @@ def test_the_best_version(run):
     assert f"differs between evaluations; name one: {run}@best:a, {run}@best:b" in fault(
         f"{run}@best"
     )
-    assert (
-        look(f"{run}@best:a").policy_version == 3
-        and look(f"{run}@best", evals=("c", "b")).policy_version == 12
-    )
+    assert look(f"{run}@best:a").policy_version == 3
+    assert look(f"{run}@best", evals=("c", "b")).policy_version == 12
     assert f"{run}@best:x: the run has no such evaluation; there are a, b" in fault(f"{run}@best:x")
 
 
@@ -95,11 +93,9 @@ def test_an_endpoint(monkeypatch):
     monkeypatch.setenv("OTHER_KEY", KEY)
     with serving(Endpoint("good")) as one, serving(Endpoint("good", "bad", key=KEY)) as two:
         source = look(one.url + "/")
-        assert (
-            source.label == "good"
-            and source.endpoint.base_url == one.url
-            and source.endpoint.model == "good"
-        )
+        assert source.label == "good"
+        assert source.endpoint.base_url == one.url
+        assert source.endpoint.model == "good"
         assert "has no model goood; did you mean good?" in fault(one.url, model="goood")
         assert (
             f"{two.url}: answered 401; the key comes from $OPENAI_API_KEY, which is not set "

@@ -90,14 +90,11 @@ def test_a_recipe_that_was_never_run_says_so(recipes, stages, capsys):
         "add --short to see whether its stages work; docs/recipes.md says how a curve is recorded"
     )
     said = f"rl recipe: sums was never run, so there is no curve to compare with: {remedy}\n"
-    assert (
-        called(capsys, "recipe", "sums", "--check") == (2, "", said)
-        and not Path("outputs").exists()
-    )
+    assert called(capsys, "recipe", "sums", "--check") == (2, "", said)
+    assert not Path("outputs").exists()
     code, out, err = called(capsys, "recipe sums --check --short")
-    assert (code, err) == (0, "") and out.endswith(
-        f"sums: all stages work, and {MEASURE} is 0.950 at step 20\n"
-    )
+    assert (code, err) == (0, "")
+    assert out.endswith(f"sums: all stages work, and {MEASURE} is 0.950 at step 20\n")
 
 
 def test_a_copy_and_how_it_is_trained(recipes, capsys, monkeypatch):
@@ -205,9 +202,8 @@ def test_a_short_check_wants_stages_that_work_and_the_measure(stages, capsys):
     )
     stages[1].update({0: 0.0, 2: 0.125})
     code, out, err = called(capsys, "recipe sums --check --short")
-    assert (code, err) == (0, "") and out.endswith(
-        f"sums: all stages work, and {MEASURE} is 0.125 at step 2\n"
-    )
+    assert (code, err) == (0, "")
+    assert out.endswith(f"sums: all stages work, and {MEASURE} is 0.125 at step 2\n")
     assert stages[0][-3:] == [
         ("sums-2", "sft @ sft.toml --max_steps 2"),
         ("sums-2", "export outputs/warm --to warm"),
@@ -306,10 +302,8 @@ def test_a_run_may_end_below_the_worst_seed_by_as_much_as_the_seeds_differ_and_b
 
 def test_rl_is_run_by_uv_in_a_clone_and_as_it_is_from_a_wheel(tmp_path, monkeypatch):
     assert (RECIPES, ENVIRONMENTS) == (CLONE / "configs" / "recipes", CLONE / "environments")
-    assert (
-        program(CLONE / "sums") == "uv run rl"
-        and program(tmp_path / "sums") == f"uv run --project {CLONE} rl"
-    )
+    assert program(CLONE / "sums") == "uv run rl"
+    assert program(tmp_path / "sums") == f"uv run --project {CLONE} rl"
     monkeypatch.setattr(recipe, "IS_INSTALLED", True)
     assert program(tmp_path / "sums") == "rl"
 

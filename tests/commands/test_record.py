@@ -81,24 +81,21 @@ def test_a_conversation_is_one_chain_of_exactly_its_ids(recorder):
             "temperature",
         )
     } == {
-        **{
-            "env": "math",
-            "task": "sum",
-            "sample": 0,
-            "agents": 1,
-            "reward": 0.5,
-            "metrics": {"right": 1.0},
-            "outcome": "truncated",
-        },
-        **{"policy": "stub", "temperature": 1.0},
+        "env": "math",
+        "task": "sum",
+        "sample": 0,
+        "agents": 1,
+        "reward": 0.5,
+        "metrics": {"right": 1.0},
+        "outcome": "truncated",
+        "policy": "stub",
+        "temperature": 1.0,
     }
     asked = [one["token_ids"] for one in recorder.policy.servers.asked]
     assert [played["prompt_ids"] for played in one["turns"]] == asked
     assert asked[1][: len(asked[0])] == asked[0] and one["turns"][1]["policy_versions"] == [[7, 3]]
-    assert (
-        one["messages"][-1] == {"role": "assistant", "content": "tur"}
-        and one["num_prompt_messages"] == 1
-    )
+    assert one["messages"][-1] == {"role": "assistant", "content": "tur"}
+    assert one["num_prompt_messages"] == 1
     assert len(parse(one, "place").turns) == 2
     with pytest.raises(RunError, match="finished already"):
         episode.finish(1.0)
@@ -114,10 +111,8 @@ def test_tools_and_asyncio(recorder):
             answer = (
                 await client.chat.completions.create(model="any", messages=ASK, tools=[TOOL])
             ).choices[0]
-            assert (
-                answer.finish_reason == "tool_calls"
-                and answer.message.tool_calls[0].function.name == "add"
-            )
+            assert answer.finish_reason == "tool_calls"
+            assert answer.message.tool_calls[0].function.name == "add"
             result = {
                 "role": "tool",
                 "tool_call_id": answer.message.tool_calls[0].id,
@@ -201,7 +196,8 @@ def test_a_failed_call_fails_the_rollout_and_a_full_context_truncates_it(recorde
     assert [(one["outcome"], one["reward"]) for one in lines] == [
         ("failed", None),
         ("overlong", 1.0),
-    ] and "gone" in lines[0]["error"]
+    ]
+    assert "gone" in lines[0]["error"]
 
 
 def test_a_reward_must_be_a_number(recorder):
@@ -239,9 +235,8 @@ def test_an_answer_that_nobody_waits_for_is_no_turn(recorder):
     while recorder.policy.servers.busy:
         asyncio.run(asyncio.sleep(0.01))
     ask(episode, say("again"))
-    assert [one["role"] for one in episode.finish(0).messages] == ["user", "assistant"] and len(
-        episode.conversation.turns
-    ) == 1
+    assert [one["role"] for one in episode.finish(0).messages] == ["user", "assistant"]
+    assert len(episode.conversation.turns) == 1
 
 
 def test_the_end_of_the_server_ends_a_call(recorder, tmp_path, monkeypatch):
@@ -299,7 +294,8 @@ def test_what_an_agent_has_played_with_a_real_engine_is_trained(tmp_path, model)
     ):
         list(threads.map(lambda number: play(recorder, number), range(8)))
     lines = [parse(line, "line") for line in jsonl.read(tmp_path / "r.jsonl")]
-    assert len(lines) == 8 and all(
+    assert len(lines) == 8
+    assert all(
         len(one.turns) == 2 and one.turns[0].policy_versions[0].policy_version == 0 for one in lines
     )
     more = {

@@ -3,10 +3,8 @@
 import asyncio
 import json
 import signal
-import subprocess
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +19,7 @@ from tests.ports import free_ports
 from tests.web import serving
 
 
-def post(port: int, path: str, body: object) -> tuple[int, dict]:
+def post(port, path, body):
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         with urllib.request.urlopen(
@@ -32,7 +30,7 @@ def post(port: int, path: str, body: object) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
-def entry_of(process: subprocess.Popen) -> str:
+def entry_of(process):
     """The entry that a server prints when it is ready."""
     lines = []
     while not lines or "name: policy_model" not in lines[-1]:
@@ -42,7 +40,7 @@ def entry_of(process: subprocess.Popen) -> str:
     return "".join(lines)
 
 
-def test_an_environment_is_played_over_http(tmp_path: Path):
+def test_an_environment_is_played_over_http(tmp_path):
     [port] = free_ports(1)
     model = ModelServer(
         lambda body: {"content": body["messages"][-1]["content"].removeprefix("say ")},
@@ -68,7 +66,8 @@ def test_an_environment_is_played_over_http(tmp_path: Path):
             assert (status, failed["_ng_failure_class"]) == (
                 200,
                 "environment",
-            ) and "reward" not in failed
+            )
+            assert "reward" not in failed
             assert "OSError: flaky" in failed["error"]
             params = rows[1]["responses_create_params"]
             asked = rows[1] | {

@@ -61,11 +61,9 @@ def test_from_rollouts_to_weights_with_a_stop_in_between(place):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert f"resume with: rl sft {' '.join(SETTINGS)} --max_steps 100000 --resume\n" in err
-    assert (
-        "data      " in out
-        and "40 rows -> 20 examples" in out
-        and "; 20 rollouts with a reward below 1" in out
-    )
+    assert "data      " in out
+    assert "40 rows -> 20 examples" in out
+    assert "; 20 rollouts with a reward below 1" in out
     header = next(line for line in out.splitlines() if line.startswith("  step"))
     assert header.split()[1:8] == ["loss", "valid", "entropy", "grad", "lr", "epoch", "tok/s"]
     code, out, err = rl(place, "sft", *SETTINGS, "--max_steps 6 --resume 2", OMP_NUM_THREADS="1")
@@ -107,11 +105,9 @@ def test_wrong_data_is_said_before_anything_starts(place):
         *SETTINGS[:-1],
         "--name bad --sft.dataset outputs/x --sft.min_reward 2",
     )
-    assert (
-        code == 1
-        and err.startswith("rl: sft.dataset = ")
-        and "nothing is left of 40 rows: 40 rollouts with a reward below 2\n" in err
-    )
+    assert code == 1
+    assert err.startswith("rl: sft.dataset = ")
+    assert "nothing is left of 40 rows: 40 rollouts with a reward below 2\n" in err
     assert "trainer" not in out and not list((place / "outputs" / "bad" / "logs").glob("trainer*"))
 
 

@@ -64,15 +64,13 @@ def rl(capsys):
 
 def test_rollouts_of_a_run_by_step_reason_and_order(run, rl):
     assert rl("x") == rl(str(run)) == rl("outputs/x") == (0, [4, 2, 3, 0, 1], "")
-    assert (
-        rl("x", "--step 1") == (0, [0, 1], "")
-        and rl("x", "--why no_signal")[1] == [1]
-        and rl("x", "--task 0")[1] == [0]
-    )
-    assert rl("x", "--sort reward")[1] == [2, 4, 0, 3, 1] and rl(
-        "x", "--sort reward --reverse --limit 2"
-    )[1] == [1, 3]
-    assert rl("x", "--sort m --limit 1")[1] == [1] and rl("x", "--limit 3")[1] == [
+    assert rl("x", "--step 1") == (0, [0, 1], "")
+    assert rl("x", "--why no_signal")[1] == [1]
+    assert rl("x", "--task 0")[1] == [0]
+    assert rl("x", "--sort reward")[1] == [2, 4, 0, 3, 1]
+    assert rl("x", "--sort reward --reverse --limit 2")[1] == [1, 3]
+    assert rl("x", "--sort m --limit 1")[1] == [1]
+    assert rl("x", "--limit 3")[1] == [
         4,
         2,
         3,
@@ -118,9 +116,8 @@ def test_a_damaged_file_is_named_after_the_others(run, rl):
     path = run / "rollouts" / "000002.jsonl"
     path.write_text("{}\n")
     code, groups, err = rl("x")
-    assert (code, groups) == (1, [4, 0, 1]) and err.startswith(
-        f"rl show: outputs/x/rollouts/{path.name}: damaged"
-    )
+    assert (code, groups) == (1, [4, 0, 1])
+    assert err.startswith(f"rl show: outputs/x/rollouts/{path.name}: damaged")
     for other in [*(run / "rollouts").iterdir(), *(run / "batches").iterdir()]:
         other.unlink()
     assert rl("x") == (

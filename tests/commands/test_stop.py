@@ -24,10 +24,8 @@ def test_a_run_on_kubernetes_whose_volume_is_not_here(kubectl, tmp_path, capsys)
     assert capsys.readouterr().out == f"{', '.join(jobs)}: deleted\n"
     assert kubectl.calls()[-1][0][:5] == ["--namespace", "research", "delete", *jobs]
     kubectl.answer("get jobset")
-    assert (
-        stop.main(["@", str(tmp_path / "run.toml")], None) == 0
-        and "does not run" in capsys.readouterr().out
-    )
+    assert stop.main(["@", str(tmp_path / "run.toml")], None) == 0
+    assert "does not run" in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r"not a run of rl[\s\S]*rl stop @ FILE[\s\S]*kubectl delete jobset"
     ):
@@ -51,10 +49,8 @@ def test_jobs_that_slurm_has_forgotten_are_no_error(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     nodes.write(nodes.jobs_path, Jobs("slurm", ["12", "13"]))
     config.run_dir.status_dir.mkdir(exist_ok=True)
-    assert (
-        stop.main([str(config.run_dir.root)], None) == 0
-        and "stopped; continue it with" in capsys.readouterr().out
-    )
+    assert stop.main([str(config.run_dir.root)], None) == 0
+    assert "stopped; continue it with" in capsys.readouterr().out
     assert "12 13" in (tmp_path / "calls").read_text() and nodes.over().exit_code == 130
 
 

@@ -85,29 +85,22 @@ def whole(place):
 
 def test_a_file_becomes_a_run(whole):
     out, run_dir = whole
+    assert "r.jsonl\n" in out
     assert (
-        "r.jsonl\n" in out
-        and f"the run ended at step {STEPS} of 100: all {4 * STEPS} recorded rollouts are used"
-        in out
+        f"the run ended at step {STEPS} of 100: all {4 * STEPS} recorded rollouts are used" in out
     )
     assert "inference" not in out.replace("between inference and trainer", "")
     measured = read_metrics(run_dir.metrics)
     for step in range(1, STEPS + 1):
         mine = measured[step, "trainer"] | measured[step, "orchestrator"]
-        assert (
-            mine["reward/mean"] == 0.5
-            and mine["lag/max"] == step - 1
-            and mine["rollouts/turns_mean"] == 2
-        )
-    assert (
-        measured[1, "trainer"]["mismatch_kl/mean"] < 1e-9
-        and measured[2, "trainer"]["lag_kl/mean"] > 1e-3
-    )
-    assert (
-        run_dir.weights(STEPS).is_dir()
-        and run_dir.checkpoint(STEPS).is_dir()
-        and run_dir.rollouts(STEPS).exists()
-    )
+        assert mine["reward/mean"] == 0.5
+        assert mine["lag/max"] == step - 1
+        assert mine["rollouts/turns_mean"] == 2
+    assert measured[1, "trainer"]["mismatch_kl/mean"] < 1e-9
+    assert measured[2, "trainer"]["lag_kl/mean"] > 1e-3
+    assert run_dir.weights(STEPS).is_dir()
+    assert run_dir.checkpoint(STEPS).is_dir()
+    assert run_dir.rollouts(STEPS).exists()
 
 
 @pytest.mark.proof
@@ -158,7 +151,7 @@ def test_a_flag_that_a_run_of_recorded_rollouts_does_not_read_is_warned_about(tm
     (tmp_path / "r.jsonl").touch()
     recorded = ["--recorded.rollouts", str(tmp_path / "r.jsonl")]
 
-    def warned(flags: str, **settings: bool) -> list[str]:
+    def warned(flags, **settings):
         load_config_or_exit([*recorded, *flags.split()], "rl train", variables={}, **settings)
         lines = capsys.readouterr().err.splitlines()
         return [line.split("warning: ")[1].split(" = ")[0] for line in lines]

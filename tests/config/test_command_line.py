@@ -19,7 +19,7 @@ from tests.flags import faults, flags, made
 ENV = ["--orchestrator.environment.id", "e"]
 
 
-def config(*args: str, **variables: str):
+def config(*args, **variables):
     return made(*ENV, *args, **variables)
 
 
@@ -27,7 +27,7 @@ def config(*args: str, **variables: str):
 def file(tmp_path):
     """Writes a TOML file and returns its path."""
 
-    def write(name: str, text: str) -> str:
+    def write(name, text):
         path = tmp_path / name
         path.write_text(text)
         return str(path)
@@ -58,7 +58,7 @@ def test_a_section_as_a_whole_and_its_keys_in_different_layers(file):
     one = file("one.toml", '[orchestrator.environment]\nid = "x"\nweight = 2\n')
     off = file("off.toml", "[wandb]\nproject = 'p'\ntags = ['t']\n")
 
-    def played(*args: str):
+    def played(*args):
         return [(env.id, env.weight) for env in made(*args).orchestrator.environment]
 
     several = ("--orchestrator.environment", "[{id = 'a'}, {id = 'b'}]")
@@ -66,10 +66,8 @@ def test_a_section_as_a_whole_and_its_keys_in_different_layers(file):
     # a list replaces what a file says of another one
     assert played("@", one, *several) == [("a", 1.0), ("b", 1.0)]
     assert made("@", both, "--inference.vllm", "{}").inference.vllm == {}
-    assert (
-        config("@", off, "--wandb").wandb.project == "p"
-        and config("@", off, "--wandb false").wandb is None
-    )
+    assert config("@", off, "--wandb").wandb.project == "p"
+    assert config("@", off, "--wandb false").wandb is None
     assert config("--wandb.project q", RL__WANDB="false").wandb.project == "q"
 
 
@@ -142,10 +140,8 @@ def test_switches_and_resume():
     line = parse_args(flags("--clean --resume 40 --wandb"))
     assert (line.switches, line.resume, line.flags["wandb"][0]) == ({"clean"}, 40, True)
     assert parse_args(["--resume"]).resume == -1 and parse_args([]).resume is None
-    assert (
-        parse_args(["--resume", "@", "/dev/null"]).resume == -1
-        and parse_args(["--resume=40"]).resume == 40
-    )
+    assert parse_args(["--resume", "@", "/dev/null"]).resume == -1
+    assert parse_args(["--resume=40"]).resume == 40
     for word in ("--resume=x", "--resume=", "--resume=-1"):
         assert parse_args([word]).faults == [
             f"{word}: give a step (0 or more), or --resume alone for the newest checkpoint"
@@ -165,11 +161,8 @@ def test_a_switch_that_a_command_has_not_is_a_fault(capsys):
     for args in (["--resume"], ["--clean"], ["--quick"]):
         with pytest.raises(SystemExit) as end:
             load_config_or_exit([*ENV, *args], "rl export", usage="usage: rl export")
-        assert (
-            end.value.code == 2
-            and f"{args[0]}: `rl export` has no such switch; leave it out"
-            in capsys.readouterr().err
-        )
+        assert end.value.code == 2
+        assert f"{args[0]}: `rl export` has no such switch; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("switch", ["--resume", "--clean"])
@@ -186,10 +179,8 @@ def test_a_process_of_a_run_neither_resumes_nor_cleans(switch, capsys):
 def test_what_truncates_sampling_is_warned_about(capsys):
     load_config_or_exit([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
     (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source
-    assert (
-        line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9 truncates ")
-        and "importance ratios come out below 1" in line
-    )
+    assert line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9 truncates ")
+    assert "importance ratios come out below 1" in line
     load_config_or_exit([*ENV, "--orchestrator.environment.sampling.min_p", "0.1"], "rl eval")
     assert (
         "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1 truncates "
@@ -253,7 +244,7 @@ def test_a_model_s_own_limit_is_the_default_length(monkeypatch, tmp_path, capsys
     )
 
 
-def command(*args: str) -> tuple[subprocess.CompletedProcess, float]:
+def command(*args):
     """What `rl` printed, and the CPU seconds that it took: wall time would be that of the
     machine's other work, too."""
     began = children_cpu_s()
@@ -314,7 +305,7 @@ def test_a_shell_may_close_the_output(closed):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def help_on(capsys, *topic: str, program: str = "rl") -> str:
+def help_on(capsys, *topic, program="rl"):
     with pytest.raises(SystemExit) as end:
         load_config_or_exit(flags("--help", *topic), program)
     assert end.value.code == 0
@@ -332,29 +323,21 @@ def test_help_on_everything_has_every_key_once(capsys):
 
 def test_help_on_a_section_and_on_a_key(capsys):
     section = help_on(capsys, "trainer.optim")
-    assert (
-        section.startswith("\n[trainer.optim]  AdamW")
-        and "  --trainer.optim.betas" in section
-        and "trainer.loss" not in section
-    )
+    assert section.startswith("\n[trainer.optim]  AdamW")
+    assert "  --trainer.optim.betas" in section
+    assert "trainer.loss" not in section
     union = help_on(capsys, "trainer.loss", "--seed 1")
-    assert (
-        union.count("--trainer.loss.kl_coefficient") == 1
-        and union.count("--trainer.loss.clip_high") == 3
-        and "type = 'gspo'" in union
-    )
-    assert (
-        "token_mask [float, float] = [0.125, 8.0]  (policy_gradient)\n" in union
-        and "token_mask [float, float] = [0.0, inf]  (clip" in union
-    )
+    assert union.count("--trainer.loss.kl_coefficient") == 1
+    assert union.count("--trainer.loss.clip_high") == 3
+    assert "type = 'gspo'" in union
+    assert "token_mask [float, float] = [0.125, 8.0]  (policy_gradient)\n" in union
+    assert "token_mask [float, float] = [0.0, inf]  (clip" in union
     assert "aggregation token|sequence|constant = sequence  (gspo)\n" in union
     assert help_on(capsys, "seed").startswith("  --seed int = 0\n      Seed for the order of tasks")
     of_sft = help_on(capsys, program="rl sft")
-    assert (
-        "--sft.dataset str  " in of_sft
-        and "--trainer.optim.lr float = 2e-05 " in of_sft
-        and "--orchestrator." not in of_sft
-    )
+    assert "--sft.dataset str  " in of_sft
+    assert "--trainer.optim.lr float = 2e-05 " in of_sft
+    assert "--orchestrator." not in of_sft
     assert "perf/mfu  Model FLOP/s utilisation" in help_on(capsys, "metrics")
 
 

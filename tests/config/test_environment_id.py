@@ -21,9 +21,8 @@ def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch, layout):
     folder = tmp_path / "my_env"
     (folder / layout).parent.mkdir(parents=True)
     (folder / layout).write_text("PLACE = 7")
-    assert check_installed(str(folder)) == "my_env" and importlib.util.find_spec(
-        "my_env"
-    ).origin == str(folder / layout)
+    assert check_installed(str(folder)) == "my_env"
+    assert importlib.util.find_spec("my_env").origin == str(folder / layout)
 
 
 def test_a_module_where_the_user_stands_is_found_behind_what_is_installed(tmp_path, monkeypatch):
@@ -31,12 +30,10 @@ def test_a_module_where_the_user_stands_is_found_behind_what_is_installed(tmp_pa
     monkeypatch.chdir(tmp_path)
     for name in ("my_env.py", "queue.py", "packaging.py"):
         (tmp_path / name).write_text("def f(): return 7")
-    assert check_installed("my-env") == "my-env" and importlib.util.find_spec(
-        "my_env"
-    ).origin == str(tmp_path / "my_env.py")
-    assert importlib.util.find_spec("packaging").origin != str(
-        tmp_path / "packaging.py"
-    ) and sys.path[0] != str(tmp_path)
+    assert check_installed("my-env") == "my-env"
+    assert importlib.util.find_spec("my_env").origin == str(tmp_path / "my_env.py")
+    assert importlib.util.find_spec("packaging").origin != str(tmp_path / "packaging.py")
+    assert sys.path[0] != str(tmp_path)
     assert load_function("x", "my_env:f")() == 7
 
 

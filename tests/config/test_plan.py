@@ -9,7 +9,7 @@ ENVIRONMENT = "--orchestrator.environment.id first-half"
 URL = "--orchestrator.inference_urls http://a:1"
 
 
-def line(cluster: str, more: str) -> str:
+def line(cluster, more):
     """A command line; each word of `cluster` is a key of that table and its value."""
     keys = (word.split("=") for word in cluster.split())
     return " ".join([ENVIRONMENT, *(f"--cluster.{key} {value}" for key, value in keys), more])
@@ -113,15 +113,19 @@ def test_faults(cluster, more, key, words):
 @pytest.mark.parametrize(
     ("limit", "seconds"),
     [
-        *(
-            ("90", 5400),
-            ("90:30", 5430),
-            ("1:02:03", 3723),
-            ("2-3", 183_600),
-            ("2-3:04", 183_840),
-            ("2-3:04:05", 183_845),
-        ),
-        *(("", 0), ("0", 0), ("infinite", 0), ("n/a", 0), ("soon", 0), ("1:2:3:4", 0), ("1-", 0)),
+        ("90", 5400),
+        ("90:30", 5430),
+        ("1:02:03", 3723),
+        ("2-3", 183_600),
+        ("2-3:04", 183_840),
+        ("2-3:04:05", 183_845),
+        ("", 0),
+        ("0", 0),
+        ("infinite", 0),
+        ("n/a", 0),
+        ("soon", 0),
+        ("1:2:3:4", 0),
+        ("1-", 0),
     ],
 )
 def test_time_limits_of_slurm(limit, seconds):

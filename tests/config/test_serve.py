@@ -9,12 +9,10 @@ from tests.flags import faults
 
 def test_a_server_has_adapters_of_rank_32_and_needs_no_environment():
     config = RLConfig.model_validate({"serve": True, "model": {"name": "a/b"}})
-    assert (
-        config.trainer.lora
-        and config.trainer.lora.rank == 32
-        and config.name == "serve-b"
-        and not [*check(config)]
-    )
+    assert config.trainer.lora
+    assert config.trainer.lora.rank == 32
+    assert config.name == "serve-b"
+    assert not [*check(config)]
     # as after an unknown key: the lack of adapters was a second fault
     assert RLConfig.model_validate({"serve": {}}).trainer.lora
     given = RLConfig.model_validate({"serve": {"port": 0}, "trainer": {"lora": {"alpha": 8}}})

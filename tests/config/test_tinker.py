@@ -10,7 +10,7 @@ from rl.config.tinker import service_loss
 from tests.flags import faults
 
 
-def config_of(**values) -> RLConfig:
+def config_of(**values):
     """A run with a service; `values` are sections."""
     trainer = {"backend": "tinker"} | values.pop("trainer", {})
     orchestrator = {"environment": [{"id": "test"}]} | values.pop("orchestrator", {})
@@ -22,20 +22,17 @@ def config_of(**values) -> RLConfig:
 def test_defaults_are_those_of_a_service(monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", "http://one")
     config = config_of()
-    assert (
-        not [*check(config)]
-        and config.tinker.base_url == "http://one"
-        and config.tinker.lora_rank == 32
-    )
+    assert not [*check(config)]
+    assert config.tinker.base_url == "http://one"
+    assert config.tinker.lora_rank == 32
     assert (config.trainer.gpus, config.inference.gpus) == (
         0,
         0,
-    ) and config.orchestrator.group_size == 16
-    again = RLConfig.model_validate(config.model_dump())
-    assert (
-        again == config
-        and config_of(tinker={"base_url": "http://two"}).tinker.base_url == "http://two"
     )
+    assert config.orchestrator.group_size == 16
+    again = RLConfig.model_validate(config.model_dump())
+    assert again == config
+    assert config_of(tinker={"base_url": "http://two"}).tinker.base_url == "http://two"
     monkeypatch.delenv("TINKER_BASE_URL")
     assert config_of().tinker.base_url is None
     for kind in ("policy_gradient", "clip", "cispo", "gspo", "cross_entropy"):

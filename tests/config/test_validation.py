@@ -12,7 +12,7 @@ from tests.flags import faults, made
 ENV = ["--orchestrator.environment.id", "e"]
 
 
-def config(*args: str) -> RLConfig:
+def config(*args):
     return made(*ENV, *args)
 
 
@@ -40,11 +40,9 @@ def test_what_cannot_be_read_hides_nothing_that_is_there():
     said = faults(
         "@", "/nowhere.toml", "stray", "--trainer.optim.lrr 1 --orchestrator.batch_size 3"
     )
-    assert (
-        said.startswith("3 faults")
-        and "/nowhere.toml: no such file" in said
-        and "stray: not understood" in said
-    )
+    assert said.startswith("3 faults")
+    assert "/nowhere.toml: no such file" in said
+    assert "stray: not understood" in said
     # which may be in the file
     assert "trainer.optim.lrr = 1" in said and "orchestrator.environment" not in said
 
@@ -117,9 +115,8 @@ def test_numbers_are_finite_but_for_bounds_that_inf_switches_off():
     )
     for value in ("inf", "nan"):
         said = faults(*ENV, *(f"--{key} {value}" for key in keys))
-        assert said.startswith(f"{len(keys)} faults") and said.count(
-            "Input should be a finite number"
-        ) == len(keys)
+        assert said.startswith(f"{len(keys)} faults")
+        assert said.count("Input should be a finite number") == len(keys)
     bounds = (
         "trainer.loss.truncate",
         "trainer.optim.max_grad_norm",
@@ -175,11 +172,9 @@ def test_lists_have_commas():
     }
     built = config(*(word for key, text in texts.items() for word in (f"--{key}", text)))
     (env,) = built.orchestrator.environment
-    assert (
-        built.wandb.tags == ["a", "b"]
-        and env.requirements == ["sympy>=1.13,<2", "x[a,b]", "y"]
-        and env.read == ["a.py", "b"]
-    )
+    assert built.wandb.tags == ["a", "b"]
+    assert env.requirements == ["sympy>=1.13,<2", "x[a,b]", "y"]
+    assert env.read == ["a.py", "b"]
 
 
 def test_what_people_type_is_understood(tmp_path):

@@ -52,9 +52,9 @@ def test_what_is_kept_is_counted(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 2**20))
     _, said, warning = disk.disk_estimate(config(tmp_path), model(tmp_path))
-    assert (
-        "416 MiB" in said and "1 MiB are free" in said and "may become full: free some" in warning
-    )
+    assert "416 MiB" in said
+    assert "1 MiB are free" in said
+    assert "may become full: free some" in warning
 
 
 def test_what_is_kept_is_told(tmp_path):
@@ -67,7 +67,5 @@ def test_what_is_kept_is_told(tmp_path):
     assert "token logs: none" in disk.kept_text(config(tmp_path, "--trainer.token_log.max_gib 0"))
     flags = [*words("--orchestrator.batches.keep_last 7 --trainer.checkpoint.keep_every 20")]
     told = disk.kept_text(config(tmp_path, *flags))
-    assert (
-        "checkpoints: the newest 2 and every 20th" in told
-        and "batches: the newest 7 and those since the oldest checkpoint;" in told
-    )
+    assert "checkpoints: the newest 2 and every 20th" in told
+    assert "batches: the newest 7 and those since the oldest checkpoint;" in told

@@ -105,9 +105,8 @@ def test_who_waits_for_what_on_a_cluster(run):
     run.on(2, "inference-node2", does(Phase.LOADING_MODEL))
     run.log("inference-node2-1", "loading")
     said = run.bottleneck()
-    assert "inference is not ready yet: loading the model for 1 s" in said and said.endswith(
-        "see " + str(run.dir.logs / "inference-node2-1.log")
-    )
+    assert "inference is not ready yet: loading the model for 1 s" in said
+    assert said.endswith("see " + str(run.dir.logs / "inference-node2-1.log"))
     for index, requests in ((2, 10), (3, 30)):
         run.on(index, f"inference-node{index}", SERVING, address="http://h:1", requests=requests)
     run.on(
@@ -136,15 +135,14 @@ def test_a_run_that_waits_in_the_queue_and_one_whose_machines_are_gone(run):
     run.machine(0, "trainer", "leader", silent=90.0)
     run.status("trainer", does(Phase.TRAINING, 3), heartbeat=90.0, pid=2**22 + 1)
     found = run.diagnosis()
+    assert found.state == "died"
     assert (
-        found.state == "died"
-        and "its jobs, 12, 13 (`squeue --jobs=12,13`), continue it if they are still in the queue"
+        "its jobs, 12, 13 (`squeue --jobs=12,13`), continue it if they are still in the queue"
         in found.bottleneck
     )
     run.nodes.write(run.nodes.over_path, RunOver(exit_code=1, text="", time=run.now))
-    assert "continue it with `rl @ " in run.bottleneck() and run.lines()[1:] == [
-        f"machine {i}: is not there; it {does}" for i, does in PARTS
-    ]
+    assert "continue it with `rl @ " in run.bottleneck()
+    assert run.lines()[1:] == [f"machine {i}: is not there; it {does}" for i, does in PARTS]
     run.nodes.status_path(0).unlink()
     assert run.lines() == [], "all have ended"
 

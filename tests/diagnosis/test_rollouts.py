@@ -145,11 +145,9 @@ def test_a_rollout_in_words():
 def test_a_conversation_in_short_is_about_a_screen():
     turns = [{"role": "tool", "content": f"{i} " + "long\n" * 5000} for i in range(40)]
     said = messages_text(turns, is_short=True).splitlines()
-    assert (
-        said[0] == "tool: 0 long"
-        and "[... 30 messages ...]" in said
-        and any(line.startswith("tool: 39 ") for line in said)
-    )
+    assert said[0] == "tool: 0 long"
+    assert "[... 30 messages ...]" in said
+    assert any(line.startswith("tool: 39 ") for line in said)
     assert len(said) <= 80 and sum(map(len, said)) < 5000
     assert messages_text(turns[:1], is_short=True).count("\n") == 60
 

@@ -1,7 +1,6 @@
 """What is said of `rl serve` and of the models of its clients."""
 
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ __all__ = ["gone"]
 ADDRESS = "http://127.0.0.1:8600"
 
 
-def make(root: Path, name: str) -> Run:
+def make(root, name):
     run = Run(root, name=name, serve={"alias": "someone/else"}, orchestrator={})
     write_config(run.dir.config, run.config)
     return run
@@ -37,7 +36,7 @@ def model(server):
     return model
 
 
-def serving(server: Run, **inference) -> Run:
+def serving(server, **inference):
     """A server that is up for three hours, and that nobody has asked for two."""
     hours = {"since": 10_800, "idle": 7200, "started": server.now - 10_800}
     server.rl()

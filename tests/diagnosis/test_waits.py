@@ -213,10 +213,8 @@ def test_inference_died_and_is_about_to_be_started_again(run):
     )
     run.event("restart", "inference", 2.0)
     found = run.diagnosis()
-    assert (
-        found.bottleneck.startswith("the inference has no status yet: it is starting")
-        and not found.problems
-    )
+    assert found.bottleneck.startswith("the inference has no status yet: it is starting")
+    assert not found.problems
     assert "inference: died once, 3 s ago: was ended by SIGKILL" in found.all_lines
 
 
@@ -255,10 +253,8 @@ def test_a_process_on_another_machine_is_judged_by_its_heartbeat_alone(
     run.working()
     run.config.supervisor.silence_s = 1.0
     run.status("inference", SERVING, host="elsewhere", heartbeat=heartbeat)
-    assert (
-        f"no heartbeat of the inference for {age}" in run.bottleneck()
-        and "elsewhere, is down or unreachable" in run.bottleneck()
-    )
+    assert f"no heartbeat of the inference for {age}" in run.bottleneck()
+    assert "elsewhere, is down or unreachable" in run.bottleneck()
     assert "waiting up to" in capsys.readouterr().err
 
 
@@ -533,9 +529,8 @@ def test_what_destroys_a_model_is_told_of_runs_without_environments(
     hints = [hint.text for hint in run.diagnosis().hints]
     assert bool(hints) == bool(said)
     if said:
-        assert hints[0] == "the model may be worse than the one that it began as." and hints[
-            1
-        ].startswith(said)
+        assert hints[0] == "the model may be worse than the one that it began as."
+        assert hints[1].startswith(said)
 
 
 def test_ended_by_failure(run, gone):

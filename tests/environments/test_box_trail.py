@@ -14,7 +14,7 @@ from tests.envs.stub_policy import StubPolicy, call, order
 on_path("box_trail")
 
 
-def walker(prompt: str) -> str:
+def walker(prompt):
     """Opens the box that was named last, until there is a number."""
     if numbers := re.findall(r"The number is (\d)", prompt):
         return numbers[-1]
@@ -50,11 +50,6 @@ def test_many_turns_are_one_sample():
     assert len(rollout.turns.by_chain()) == 1 and "[open_box]" in prompts[0]
 
 
-def test_an_answer_without_a_number_is_followed_by_a_reminder():
-    rollout, _ = play(lambda prompt: "I do not know", agent={"harness": {"patience": 2}})
-    assert (rollout.reward, len(rollout.turns), len(rollout.turns.by_chain())) == (0.0, 3, 1)
-
-
 def test_where_the_agent_rewrites_its_history_a_new_sample_begins():
     rollout, prompts = play(length=6, agent={"harness": {"keep": 4}})
     assert rollout.reward == 1.0 and rollout.metrics["compactions"] > 1 and len(rollout.turns) == 7
@@ -83,7 +78,6 @@ def test_limits(args, outcome, stop, turns):
     assert (rollout.outcome, rollout.stop) == (outcome, stop), rollout.error
     assert turns is None or len(rollout.turns) == turns
     if outcome != "timeout":
-        assert 0 < len(rollout.turns) < 13 and rollout.reward == pytest.approx(
-            0.5 * rollout.metrics["steps"] / 12
-        )
+        assert 0 < len(rollout.turns) < 13
+        assert rollout.reward == pytest.approx(0.5 * rollout.metrics["steps"] / 12)
         assert rollout.metrics["steps"] > 0

@@ -79,9 +79,8 @@ def test_solved_examples_are_turns_of_the_prompt(env):
     roles = " ".join(message["role"] for message in prompt)
     assert roles == "system" + " user assistant tool assistant" * 3 + " user"
     shown = json.loads(prompt[2]["tool_calls"][0]["arguments"])["expression"]
-    assert (
-        prompt[1]["content"] == f"What is {shown}?" and prompt[3]["content"] == prompt[4]["content"]
-    )
+    assert prompt[1]["content"] == f"What is {shown}?"
+    assert prompt[3]["content"] == prompt[4]["content"]
     assert prompt[2]["tool_calls"][0]["id"] == prompt[3]["tool_call_id"]
     assert len(load("calculator", examples=0).get_dataset().to_list()[0]["prompt"]) == 2
 

@@ -20,9 +20,8 @@ def test_the_answers_must_be_used(replies, reward, found, allowed):
     row = env.get_dataset().to_list()[0] | {"info": {"number": 14, "most": 31}}
     output, client = play(env, row, *replies)
     assert output["reward"] == pytest.approx(reward)
-    assert output["metrics"]["found"] == found and output["metrics"]["allowed"] == pytest.approx(
-        allowed
-    )
+    assert output["metrics"]["found"] == found
+    assert output["metrics"]["allowed"] == pytest.approx(allowed)
     assert len(output["trajectory"]) == len(replies) == output["metrics"]["num_guesses"]
     said = [prompt[-1]["content"] for prompt in client.prompts]
     assert said[0] == "I think of a number from 1 to 31. You have 7 guesses. Say one number."

@@ -17,7 +17,7 @@ def test_rows_are_what_the_script_writes():
     assert all(set(row) == {"prompt", "answer"} and row["answer"] in row["prompt"] for row in rows)
 
 
-def documented() -> list[str]:
+def documented():
     """The environments of the documentation: one without and one with a tool."""
     return re.findall(
         r"```python\n([^`]*def load_environment[^`]*)```", Path("docs/environments.md").read_text()

@@ -15,11 +15,11 @@ def config(**args):
     return vf.resolve_env_config({"taskset": {"id": "pick-word-v1", **args}})
 
 
-def tasks(**args) -> list[vf.Task]:
+def tasks(**args):
     return list(vf.load_taskset(config(**args).taskset))
 
 
-def scored(task: vf.Task, reply: str) -> vf.Trace:
+def scored(task, reply):
     """The trace of one answer, scored by the task."""
     node = MessageNode(message=AssistantMessage(content=reply), sampled=True)
     trace = vf.Trace(

@@ -7,7 +7,6 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +27,7 @@ POSIX = "import collections\n    posix = collections._sys.modules['posix']\n    
 FORGED = '{"layers": [], "results": [[true, 6], [true, 7]]}'
 
 
-def scored(env, code: str) -> float:
+def scored(env, code):
     """The reward of a reply with this code, for the function x + 3."""
     row = env.get_dataset().to_list()[0] | {"info": json.dumps({"cases": CASES})}
     return play(env, row, f"Sure:\n```python\n{code}\n```\nDone.")[0]["reward"]
@@ -39,7 +38,7 @@ def env():
     return load("write-function", cpu_s=1, wall_s=8)
 
 
-def is_jailed(process: psutil.Process) -> bool:
+def is_jailed(process):
     """Whether it runs code of a model's."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return any("jail.py" in part for part in process.cmdline())
@@ -156,7 +155,7 @@ def test_the_layers_in_force_are_reported():
         assert "files" in ended.layers
 
 
-def confined(attempts: Callable[[ctypes.CDLL, int], object]) -> object:
+def confined(attempts):
     """What `attempts` returns in a process that is confined as jail.py confines itself, without
     its audit hook, and run by `nobody`."""
     sys.stdout.flush()
@@ -184,7 +183,7 @@ def confined(attempts: Callable[[ctypes.CDLL, int], object]) -> object:
 
 
 def test_the_kernel_refuses_what_the_process_does_to_itself_notwithstanding():
-    def attempt_all(libc: ctypes.CDLL, parent: int) -> dict[str, int]:
+    def attempt_all(libc, parent):
         page = libc.mmap(0, 4096, 3, 0x22, -1, 0)
         found = {}
         for what, (numbers, arguments) in ESCAPES.items():
@@ -247,7 +246,7 @@ def test_a_report_is_not_believed_without_looking():
 
 
 def test_the_code_is_found_in_the_reply():
-    def found(text: str) -> str:
+    def found(text):
         return code_of([{"role": "assistant", "content": text}])
 
     assert found("a\n```python\nx = 1\n```\nb\n```\ndef f(x): pass\n```") == "def f(x): pass\n"

@@ -4,14 +4,13 @@ because it needs a run."""
 import sys
 
 from rl.launch import run
-from rl.launch.run import Beside
 from rl.run_dir.lease import lease_path
 from rl.run_dir.metrics import Merger, MetricsLog
 from tests.launch.test_curves import synthetic
 from tests.waiting import until
 
 
-def start(run_dir, children, monkeypatch) -> tuple[Beside, list[str]]:
+def start(run_dir, children, monkeypatch):
     """Pictures at any interval, for any share of the time."""
     said: list[str] = []
     started = children.start

@@ -36,7 +36,7 @@ QUIET = "--orchestrator.show_rollout_every 0"
 class Screen:
     """A console on a run directory that the test writes in place of the processes."""
 
-    def __init__(self, tmp_path, *args: str, out=None):
+    def __init__(self, tmp_path, *args, out=None):
         base = f"--orchestrator.environment.id e --name r --output_dir {tmp_path} --max_steps 9"
         self.config = made(base, *args)
         self.run_dir = self.config.run_dir
@@ -44,20 +44,20 @@ class Screen:
         self.reader = MetricsReader(self.run_dir.metrics)
         self.open()
 
-    def open(self) -> None:
+    def open(self):
         Merger(self.run_dir.metrics).merge()
         self.console = Console(self.config, self.run_dir, self.out)
         self.reader.new()
 
-    def write(self, step: int, source: str, metrics: dict) -> None:
+    def write(self, step, source, metrics):
         MetricsLog(self.run_dir.metrics, source).write(step, metrics)
 
-    def step(self, step: int, **metrics: float) -> None:
+    def step(self, step, **metrics):
         """Writes the lines of a step; `metrics` are more of the orchestrator's."""
         self.write(step, "orchestrator", {"reward/mean": 0.5} | metrics)
         self.write(step, "trainer", TRAINER)
 
-    def look(self) -> str:
+    def look(self):
         """Returns what this update prints."""
         start = self.out.tell()
         Merger(self.run_dir.metrics).merge()
@@ -112,14 +112,11 @@ def test_a_long_run_is_not_kept_in_memory(tmp_path, monkeypatch):
     for step in range(1, 301):
         screen.step(step)
         said = screen.look()
-    assert (
-        not screen.console.lines
-        and list(screen.console.evals) == [100]
-        and len(screen.console.paces) == 10
-    )
-    assert said.split()[:3] == ["300", "0.500", "0.750"] and said.endswith(
-        " 12.3   2.4 h  4.1 wait_for_batch\n"
-    )
+    assert not screen.console.lines
+    assert list(screen.console.evals) == [100]
+    assert len(screen.console.paces) == 10
+    assert said.split()[:3] == ["300", "0.500", "0.750"]
+    assert said.endswith(" 12.3   2.4 h  4.1 wait_for_batch\n")
     monkeypatch.setattr("rl.launch.console.NEWEST_BYTES", 10_000)  # of 80,000
     screen.open()
     assert screen.console.shown == 300 and not screen.console.lines
@@ -201,7 +198,7 @@ def test_the_column_of_evaluations_is_one_of_them(tmp_path):
 def test_what_is_waited_for_is_said_when_it_changes(tmp_path):
     screen = Screen(tmp_path, QUIET)
 
-    def enter(name: str, phase: Phase, step: int | None = None, detail: str = "") -> None:
+    def enter(name, phase, step=None, detail=""):
         write_status(
             screen.run_dir.status(name),
             RoleStatus(phase=phase, step=step, detail=detail, since=0.0),
@@ -350,30 +347,24 @@ def test_short_batches_and_lengths_that_end_many_rollouts_are_said_on_the_line_a
         }
         screen.step(step, **more)
     lines = screen.look().splitlines()
-    assert (
-        lines[1].endswith("4.1 wait_for_batch")
-        and lines[2].endswith("  short: 16 of 64  100% cut off")
-        and len(lines) == 7
-    )
+    assert lines[1].endswith("4.1 wait_for_batch")
+    assert lines[2].endswith("  short: 16 of 64  100% cut off")
+    assert len(lines) == 7
     limit = "orchestrator.sampling.max_tokens = 4"
     assert (
         lines[3]
         == f"  step 2: 100% of its rollouts had an answer cut off at {limit} (rollouts/truncated)"
     )
-    assert lines[4].startswith(
-        "  step 2 trained a short batch: too few of the 192 rollouts"
-    ) and lines[4].endswith("(max_lag = 1)")
-    assert "orchestrator.max_refill = 3" in lines[4] and lines[5].endswith(
-        "  short: 56 of 64  50% cut off  25% overlong"
-    )
-    assert (
-        lines[6].startswith("  step 3: 25% of its rollouts ended")
-        and "model.max_model_len = " in lines[6]
-    )
+    assert lines[4].startswith("  step 2 trained a short batch: too few of the 192 rollouts")
+    assert lines[4].endswith("(max_lag = 1)")
+    assert "orchestrator.max_refill = 3" in lines[4]
+    assert lines[5].endswith("  short: 56 of 64  50% cut off  25% overlong")
+    assert lines[6].startswith("  step 3: 25% of its rollouts ended")
+    assert "model.max_model_len = " in lines[6]
 
 
 def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
-    def said(*args: str) -> list[str]:
+    def said(*args):
         screen = Screen(tmp_path, *args)
         screen.console.introduce()
         return screen.out.getvalue().splitlines()
@@ -401,14 +392,14 @@ def test_the_first_lines_say_what_the_run_is(tmp_path, monkeypatch):
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def terminal(tmp_path, monkeypatch, width: int, height: int = 24, *args: str) -> Screen:
+def terminal(tmp_path, monkeypatch, width, height=24, *args):
     monkeypatch.setitem(os.environ, "COLUMNS", str(width))
     monkeypatch.setitem(os.environ, "LINES", str(height))
     screen = Screen(tmp_path, QUIET, *args, out=Terminal())
@@ -448,18 +439,14 @@ def test_everything_fits_a_terminal_of_any_width(tmp_path, monkeypatch, width):
         next(line for line in table if line.startswith(start)) for start in ("  step", "    12")
     )
     shown = heading.removesuffix("of that waiting").split()
-    assert (
-        shown[:3] == ["step", "reward", "eval"]
-        and {"time", "left"} <= set(shown)
-        and len(row.split()) >= len(shown)
-    )
+    assert shown[:3] == ["step", "reward", "eval"]
+    assert {"time", "left"} <= set(shown)
+    assert len(row.split()) >= len(shown)
     assert ("mismatch" in shown) == (width >= 82) and ("loss" in shown) == (width >= 109)
-    assert (
-        "  4.1 wait_for_batch" in row
-        and "short: 16 of 64" in said
-        and "environment-c 0.25" in said
-        and "…" not in said
-    )
+    assert "  4.1 wait_for_batch" in row
+    assert "short: 16 of 64" in said
+    assert "environment-c 0.25" in said
+    assert "…" not in said
     assert "batch 13 24/64" in said and "orchestrator: filling batch 13 (90 s)" in said
     assert "trainer: waiting for batch 13: filling\\x1b batch 13 (90 s)" in said
     assert "━" in said and "step 12/40" in said  # the bar
@@ -478,7 +465,8 @@ def test_the_time_that_is_left_is_by_the_pace_without_the_first_step(tmp_path):
         "10.0 2.8 h",
         "10.0 2.8 h",
         "40.0 2.8 h",
-    ] and ends[0][1:] == ["300.0", "-"]
+    ]
+    assert ends[0][1:] == ["300.0", "-"]
 
 
 @pytest.mark.parametrize("width", [1, 7, 20, 40])

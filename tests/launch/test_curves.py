@@ -21,7 +21,7 @@ from rl.run_dir.numbers import Numbers
 from rl.run_dir.paths import BranchOrigin, RunDir
 
 
-def synthetic(root, steps: int = 8) -> RunDir:
+def synthetic(root, steps=8):
     """A run: reward grows by 0.1 per step, a quarter of the time is waiting, inference idles in
     30% of long and 0% of short batches."""
     run_dir = RunDir(root, root / "weights")
@@ -67,9 +67,9 @@ def test_several_environments_are_told_apart():
     assert not [line for line in report_lines(Numbers.of(lines), run_dir) if line.endswith("   a")]
     for step in (2, 4, 6, 8):
         lines[step, "orchestrator"]["reward/b/mean"] = 1.0 - step / 10
-    assert (
-        trend([0.25]) == "0.250" and trend([]) == "" and trend([0.1, 0.2, 0.3]) == "0.100 -> 0.300"
-    )
+    assert trend([0.25]) == "0.250"
+    assert trend([]) == ""
+    assert trend([0.1, 0.2, 0.3]) == "0.100 -> 0.300"
     ended = report_lines(
         Numbers.of(
             {(0, "eval"): {"eval/e/reward_mean": 0.25}, (1, "orchestrator"): {"reward/mean": 0.125}}
@@ -178,7 +178,7 @@ def test_the_time_of_a_run_counts_what_a_resume_trained_once_more_and_a_branch_i
     monkeypatch.setattr("rl.run_dir.files.PIECE_BYTES", 100)  # long runs are not read at once
     run_dir = synthetic(tmp_path)
 
-    def first_line() -> str:
+    def first_line():
         for step in (7, 8):
             MetricsLog(run_dir.metrics, "trainer").write(
                 step, {"time/step": 5.0, "time/wait_for_batch": 5.0}
@@ -241,9 +241,8 @@ def test_a_picture_that_cannot_be_written_is_a_remark(tmp_path):
     run_dir.curves.mkdir()
     said: list[str] = []
     final_report(Numbers.read(run_dir.metrics), run_dir, "r", said.append)
-    assert said[0] == f"no curves: {run_dir.curves}: Is a directory" and said[1].startswith(
-        "8 steps"
-    )
+    assert said[0] == f"no curves: {run_dir.curves}: Is a directory"
+    assert said[1].startswith("8 steps")
 
 
 def test_an_evaluation_has_its_interval_and_the_panels_what_rl_turns_on(tmp_path, monkeypatch):

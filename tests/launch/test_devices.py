@@ -2,17 +2,17 @@
 
 import pytest
 
-from rl.launch.devices import Split, check_build, split
+from rl.launch.devices import check_build, split
 from rl.system.errors import ConfigError
 from rl.system.machine import Machine
 from tests.flags import made
 
 
-def config(*args: str):
+def config(*args):
     return made("--orchestrator.environment.id e", *args)
 
 
-def divide(num_gpus: int, *args: str, cores: int = 4, **more) -> Split:
+def divide(num_gpus, *args, cores=4, **more):
     return split(
         config(*args), Machine([str(i) for i in range(num_gpus)], list(range(cores)), **more)
     )
@@ -145,10 +145,8 @@ def test_cpu_only_shares_all_cores_and_keeps_freed_memory():
         == "268435456"
     )
     on_gpus = divide(2)
-    assert (
-        "MALLOC_TOP_PAD_" not in on_gpus.trainer.env
-        and "OMP_NUM_THREADS" not in on_gpus.inference.env
-    )
+    assert "MALLOC_TOP_PAD_" not in on_gpus.trainer.env
+    assert "OMP_NUM_THREADS" not in on_gpus.inference.env
     assert divide(0, "--trainer.ranks 2", cores=4).trainer.env["OMP_NUM_THREADS"] == "2"
     assert divide(0, "--trainer.ranks 8", cores=4).trainer.env["OMP_NUM_THREADS"] == "1"
 
@@ -190,10 +188,8 @@ def test_the_cpu_build_of_vllm_beside_gpus_is_told(args, told):
 
 def test_ids_count_among_the_visible_ones():
     division = split(config("--trainer-gpus [1]"), Machine(["4", "GPU-ab"], [0]))
-    assert (
-        division.trainer.env["CUDA_VISIBLE_DEVICES"] == "GPU-ab"
-        and division.inference.env["CUDA_VISIBLE_DEVICES"] == "4"
-    )
+    assert division.trainer.env["CUDA_VISIBLE_DEVICES"] == "GPU-ab"
+    assert division.inference.env["CUDA_VISIBLE_DEVICES"] == "4"
 
 
 @pytest.mark.parametrize("num_gpus", [0, 1, 2, 8])

@@ -4,14 +4,11 @@ stays behind."""
 import os
 import signal
 import subprocess
-from pathlib import Path
 
 import psutil
 import pytest
 
-from rl.launch.children import Children
 from rl.system import process_table
-from rl.system.children import Child
 from tests.system.test_children import python
 from tests.waiting import alive, until
 
@@ -28,13 +25,11 @@ print(os.getpid(), os.environ["TMPDIR"], os.environ["RL_CHILD"].split()[-1].spli
 WAIT = "import time; time.sleep(60)"
 
 
-def role(imports: str = "pass", work: str = WAIT) -> list[str]:
+def role(imports="pass", work=WAIT):
     return python(ROLE.format(imports=imports, work=work))
 
 
-def begin(
-    children: Children, tmp_path: Path, command: list[str], warm: bool | None = False
-) -> Child:
+def begin(children, tmp_path, command, warm=False):
     """Starts a child and waits until it works."""
     child = children.start("x", command, dict(os.environ), tmp_path, warm=warm)
     until(
@@ -43,11 +38,11 @@ def begin(
     return child
 
 
-def said(child: Child) -> list[str]:
+def said(child):
     return child.log.read_text().split("\n")[:-1]
 
 
-def kill(children: Children, child: Child) -> None:
+def kill(children, child):
     os.kill(child.pid, signal.SIGKILL)
     until(lambda: child.exit_code is not None)
     assert child.exit_code == -signal.SIGKILL

@@ -13,9 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from rl.config.command_line import build, from_toml, parse_args
-from rl.config.run import RLConfig
 from rl.config.stored import run_dir_of, stored_config
-from rl.launch.prepare import Prepared, prepare
+from rl.launch.prepare import prepare
 from rl.run_dir import lease
 from rl.run_dir.lease import LockOwner, hold_role
 from rl.run_dir.metrics import Merger, MetricsLog
@@ -34,26 +33,26 @@ class Place:
 
     base = "--orchestrator.environment.id e --name r --output_dir TMP/outputs"
 
-    def __init__(self, tmp: Path):
+    def __init__(self, tmp):
         self.tmp = tmp
         self.run_dir = self.config().run_dir
         self.root = self.run_dir.root
 
-    def config(self, *args: str, **variables: str) -> RLConfig:
+    def config(self, *args, **variables):
         base = self.base.replace("TMP", str(self.tmp))
         return made(base, *args, **variables).with_absolute_paths()
 
-    def __call__(self, *args: str, resume: int | None = None, clean: bool = False) -> Prepared:
+    def __call__(self, *args, resume=None, clean=False):
         prepared = prepare(self.config(*args), resume=resume, clean=clean)
         prepared.lease.close()
         return prepared
 
-    def fails(self, *args: str, resume: int | None = None, clean: bool = False) -> str:
+    def fails(self, *args, resume=None, clean=False):
         with pytest.raises(RunError) as error:
             self(*args, resume=resume, clean=clean)
         return str(error.value)
 
-    def fill(self, steps: int, checkpoints: tuple[int, ...] = ()) -> None:
+    def fill(self, steps, checkpoints=()):
         """Writes the files of a run with this many steps."""
         for step in range(1, steps + 1):
             write_batch(self.run_dir.batch(step), TrainBatch(step=step, samples=[]), None)
@@ -75,7 +74,7 @@ def place(tmp_path):
 def test_a_resume_opens_as_many_files_however_long_the_run_is(tmp_path):
     opened, counts = [], []
 
-    def hook(event: str, arguments: tuple) -> None:
+    def hook(event, arguments):
         if event == "open" and str(tmp_path) in str(arguments[0]):
             opened.append(arguments[0])
 
@@ -133,15 +132,11 @@ def test_a_directory_in_which_nothing_was_made_is_used_again(place):
         "status",
     ]
     place.run_dir.evals.mkdir()
-    assert (
-        place(resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch none"]
-        and place.run_dir.evals.exists()
-    )
-    assert (
-        place("--max_lag 0").notes
-        and from_toml(place.run_dir.config).max_lag == 0
-        and not place.run_dir.evals.exists()
-    )
+    assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint none, newest batch none"]
+    assert place.run_dir.evals.exists()
+    assert place("--max_lag 0").notes
+    assert from_toml(place.run_dir.config).max_lag == 0
+    assert not place.run_dir.evals.exists()
     assert "--resume 3: needs batches 1 to 3" in place.fails("--max_lag 0", resume=3)
     for path in (
         place.run_dir.batch(1),
@@ -288,10 +283,8 @@ def test_a_path_that_no_directory_can_have_names_the_remedy(place):
         (Path("/proc/x"), "No such file or directory"),
     ):
         message = place.fails("--output_dir", str(output_dir))
-        assert (
-            message.startswith(f"{output_dir / 'r'} cannot be made, ")
-            and f": {said}; choose another output_dir" in message
-        )
+        assert message.startswith(f"{output_dir / 'r'} cannot be made, ")
+        assert f": {said}; choose another output_dir" in message
     place.root.parent.mkdir()
     place.root.touch()
     assert (
@@ -362,9 +355,8 @@ def test_another_configuration_is_refused_with_every_difference(place):
         "  orchestrator.environment.0.args.n: None -> 5",
     ]
     assert "--name" in said and "--clean" in said
-    assert (
-        place.run_dir.config.read_bytes() == before and not (place.root / "changes.jsonl").exists()
-    )
+    assert place.run_dir.config.read_bytes() == before
+    assert not (place.root / "changes.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -382,10 +374,8 @@ def test_what_may_change_is_recorded(place, key, value, old, new):
     place()
     place.fill(3, (2,))
     changes = place.root / "changes.jsonl"
-    assert (
-        place(resume=-1).notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"]
-        and not changes.exists()
-    )
+    assert place(resume=-1).notes == [f"resuming {place.root}: checkpoint 2, newest batch 3"]
+    assert not changes.exists()
     prepared = place(f"--{key}", value, resume=-1)
     lines = jsonl.read(changes)
     (line,) = [line for line in lines if line["key"] == key]
@@ -487,9 +477,9 @@ def test_a_file_that_was_edited_in_place_is_another_setting(tmp_path, file, key)
     assert notes[1].startswith(f"changed: {told}")
     assert all(f"(content of {file})" in note for note in notes[1:])
     line, *_ = jsonl.read(place.root / "changes.jsonl")
-    assert (
-        line["key"] == told.removesuffix(": ") and line["old"] != line["new"] and line["step"] == 2
-    )
+    assert line["key"] == told.removesuffix(": ")
+    assert line["old"] != line["new"]
+    assert line["step"] == 2
     assert len(place(resume=-1).notes) == 1, "said once"
 
 
@@ -511,10 +501,8 @@ def test_a_run_with_all_its_steps_is_done(place):
     assert not place("--max_steps 3", resume=-1).is_done
     place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("3 steps done", 1.0)))
     assert place("--max_steps 3", resume=-1).is_done
-    assert (
-        not place("--max_steps 4", resume=-1).is_done
-        and not place("--max_steps 4", resume=2).is_done
-    )
+    assert not place("--max_steps 4", resume=-1).is_done
+    assert not place("--max_steps 4", resume=2).is_done
 
 
 def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting_as_nan(place):
@@ -610,10 +598,8 @@ def test_resume_at_a_step_needs_the_batches_after_the_checkpoint(place, step, me
     place.run_dir.batch(2).unlink()
     if message:
         assert place.fails(resume=step) == message.format(root=place.root)
-        assert (
-            not place.run_dir.discarded.exists()
-            and place.run_dir.metrics.read_text().count("\n") == 5
-        )
+        assert not place.run_dir.discarded.exists()
+        assert place.run_dir.metrics.read_text().count("\n") == 5
     else:
         assert place(resume=step).run_dir.newest_batch() == step
 
@@ -665,11 +651,9 @@ def test_servers_that_rl_has_not_started_go_on_through_a_resume_but_not_through_
     place.run_dir.status("inference").write_text("{}")  # of the last attempt
     place(resume=-1)
     assert not place.run_dir.status("inference").exists()
-    assert (
-        place.run_dir.status(lives).exists()
-        and not place.run_dir.status(dead).exists()
-        and beat.exists()
-    )
+    assert place.run_dir.status(lives).exists()
+    assert not place.run_dir.status(dead).exists()
+    assert beat.exists()
     # it holds the run's token
     assert f"{lives} of this run is already running" in place.fails(clean=True)
     lease.close()
@@ -683,11 +667,8 @@ def test_paths_mean_the_same_everywhere(tmp_path, monkeypatch):
         "--orchestrator.environment.id e --model.name model --trainer.weights.dir w --model.chat_template t.jinja"
     )
     config = build(parse_args(args)).with_absolute_paths()
-    assert config.model.name == str(tmp_path / "model") and config.model.chat_template == str(
-        tmp_path / "t.jinja"
-    )
-    assert (
-        config.run_dir.root == tmp_path / "outputs" / "e-model"
-        and config.run_dir.weights_dir == tmp_path / "w" / "e-model"
-    )
+    assert config.model.name == str(tmp_path / "model")
+    assert config.model.chat_template == str(tmp_path / "t.jinja")
+    assert config.run_dir.root == tmp_path / "outputs" / "e-model"
+    assert config.run_dir.weights_dir == tmp_path / "w" / "e-model"
     assert made(*args, "--model.name", "owner/m").with_absolute_paths().model.name == "owner/m"

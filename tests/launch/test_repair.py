@@ -21,7 +21,7 @@ from rl.wire.rollouts import Group, Rollout, Turn
 from tests.launch.long_run import make_checkpoint, make_version
 
 
-def finished(group_id: int, sampled_by: int) -> Group:
+def finished(group_id, sampled_by):
     turn = Turn.of([1], [2], [-1.0], [VersionSpan(sampled_by, 1)])
     return Group(
         group_id=group_id, env="e", task=0, rollouts=[Rollout(turns=[turn])], advantages=[0.0]
@@ -66,9 +66,8 @@ def left(run_dir):
 def test_a_sound_run_is_left_alone(run_dir):
     flip(run_dir.batch(2))  # before the checkpoint: nothing needs it
     assert repair(run_dir) == [] == repair(run_dir, thorough=False)
-    assert (
-        left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]] and not run_dir.discarded.exists()
-    )
+    assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]]
+    assert not run_dir.discarded.exists()
 
 
 def test_a_needed_batch_takes_the_later_steps_with_it(run_dir):
@@ -89,9 +88,8 @@ def test_a_needed_batch_takes_the_later_steps_with_it(run_dir):
     ]
     assert [group.group_id for group in log.groups] == [14]
     assert sorted(read_metrics(run_dir.metrics)) == [(step, "trainer") for step in range(1, 5)]
-    assert (away / "remarks.txt").read_text() == remark + "\n" and (
-        away / "batches" / "000005.batch"
-    ).exists()
+    assert (away / "remarks.txt").read_text() == remark + "\n"
+    assert (away / "batches" / "000005.batch").exists()
     assert repair(run_dir) == []
 
 
@@ -117,9 +115,8 @@ def test_a_missing_batch_behind_a_damaged_checkpoint_goes_back_further(run_dir):
 def test_damaged_weights_are_made_again(run_dir):
     flip(run_dir.weights(6) / "model.safetensors")
     (remark,) = repair(run_dir, thorough=False)
-    assert "tensor w is not what was written; the trainer makes it again" in remark and left(
-        run_dir
-    )[2] == [4, 5]
+    assert "tensor w is not what was written; the trainer makes it again" in remark
+    assert left(run_dir)[2] == [4, 5]
 
 
 def test_damaged_rollouts_are_named(run_dir):
@@ -134,9 +131,9 @@ def test_damaged_rollouts_are_named(run_dir):
     )
     assert not run_dir.rollouts(5).exists() and left(run_dir)[0] == [1, 2, 3, 4, 5, 6]
     (fault,) = damaged_files(run_dir)
-    assert (
-        fault == f"{run_dir.rollouts(1)}: damaged, its checksum does not match; move it away to "
-        "continue without it; " + ("only readers of rollouts need it")
+    assert fault == (
+        f"{run_dir.rollouts(1)}: damaged, its checksum does not match; move it and 000001.sha256 "
+        "away to continue without it; only readers of rollouts need it"
     )
 
 
@@ -150,19 +147,16 @@ def test_what_a_newer_rl_wrote_is_left_where_it_is(run_dir, kind):
         path = run_dir.checkpoint(4) / "manifest.json"
         path.write_text(path.read_text().replace("blake3", "blake9"))
     (fault,) = damaged_files(run_dir)
-    assert (
-        "its hash is 'blake9'" in fault
-        and "a newer rl wrote it" in fault
-        and "--resume" not in fault
-    )
+    assert "its hash is 'blake9'" in fault
+    assert "a newer rl wrote it" in fault
+    assert "--resume" not in fault
     # otherwise the trainer reads it and ends
     for thorough in (False, True) if kind == "weights" else (True,):
         with pytest.raises(RunError, match="a newer rl wrote it") as error:
             repair(run_dir, thorough=thorough)
         assert not isinstance(error.value, CorruptFileError)
-    assert (
-        left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]] and not run_dir.discarded.exists()
-    )
+    assert left(run_dir) == [[1, 2, 3, 4, 5, 6], [2, 4], [4, 5, 6]]
+    assert not run_dir.discarded.exists()
 
 
 def record(run_dir, number, **changed):
@@ -213,8 +207,8 @@ def test_a_version_that_lost_its_digests_is_judged_by_its_record(run_dir):
     assert (
         "000006/model.safetensors: tensor w is not what was written; the trainer makes it again"
         in remark
-        and left(run_dir)[2] == [4, 5]
     )
+    assert left(run_dir)[2] == [4, 5]
 
 
 def test_examples_of_supervised_runs_are_judged(run_dir):

@@ -103,21 +103,21 @@ ENVIRONMENTS = Path(__file__).parents[1] / "environments"
 class Run:
     """Runs the command in its own directory."""
 
-    def __init__(self, tmp: Path):
+    def __init__(self, tmp):
         self.tmp = tmp
         self.root = tmp / "outputs" / "r"
         self.run_dir = RunDir(self.root, self.root / "weights")
         self.processes: list[subprocess.Popen] = []
 
-    def __enter__(self) -> "Run":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for process in self.processes:
             process.kill()
             process.wait()
 
-    def start(self, *args: str, **scripts: str) -> subprocess.Popen:
+    def start(self, *args, **scripts):
         code = DRIVER.replace("{scripts!r}", repr(SCRIPTS | scripts))
         environment = "--orchestrator.environment.id say-digit --orchestrator.environment.name e"
         base = f"--name r --max_steps 3 --output_dir {self.tmp}/outputs"
@@ -134,22 +134,22 @@ class Run:
         self.processes.append(process)
         return process
 
-    def __call__(self, *args: str, **scripts: str) -> tuple[int, str, str]:
+    def __call__(self, *args, **scripts):
         process = self.start(*args, **scripts)
         out, err = process.communicate(timeout=120)
         return process.returncode, out, err
 
-    def pids(self, count: int) -> list[int]:
+    def pids(self, count):
         path = self.root / "pids"
         until(lambda: path.exists() and len(path.read_text().split()) >= count, 120)
         return [int(word) for word in path.read_text().split()]
 
-    def lose(self) -> None:
+    def lose(self):
         """Another `rl`, on another host, takes the run over."""
         owner = LockOwner(1, "far", "elsewhere")
         lease_path(self.run_dir.lock("rl"), 2).write_bytes(msgspec.json.encode(owner))
 
-    def nobody_left(self) -> bool:
+    def nobody_left(self):
         """Returns whether none of its processes runs; ended ones may be zombies until init has
         reaped them."""
         return not any(alive(pid) for pid in self.pids(1))
@@ -195,12 +195,10 @@ def test_who_has_lost_the_run_to_another_rl_leaves_it_alone(rl):
     subprocess.run([sys.executable, "-c", write, str(rl.run_dir.metrics)], check=True)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 3
-    assert (
-        err.startswith(
-            f"rl: {rl.root}: another process (pid 1 on far) has taken over as rl of this run"
-        )
-        and err.count("\n") == 1
+    assert err.startswith(
+        f"rl: {rl.root}: another process (pid 1 on far) has taken over as rl of this run"
     )
+    assert err.count("\n") == 1
     assert "resume with" not in out + err and not rl.run_dir.curves.exists() and rl.nobody_left()
 
 
@@ -237,9 +235,8 @@ def test_without_shared_memory_it_says_so_before_anything_starts(tmp_path):
     hidden = ["bwrap", "--dev-bind", "/", "/", "--tmpfs", "/dev/shm", "--remount-ro", "/dev/shm"]
     command = [*hidden, sys.executable, "-m", "rl.main", "--orchestrator.environment.id", "e"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and ended.stderr.startswith(
-        "rl: /dev/shm cannot be written, and torch and vLLM keep locks"
-    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("rl: /dev/shm cannot be written, and torch and vLLM keep locks")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -369,7 +366,7 @@ def test_a_stop_says_which_steps_a_resume_trains_again(rl):
     stays = {name: SCRIPTS[name] + save * (name == "trainer") + FOREVER for name in TRAINING}
     process, path = rl.start(**stays), rl.run_dir.metrics
 
-    def all_trained() -> bool:
+    def all_trained():
         text = path.read_text() if path.exists() else ""
         return text.count("loss/mean") == text.count('"reward/mean') == 3
 
@@ -478,13 +475,17 @@ def test_a_system_error_in_the_loop_ends_the_run_with_its_report_and_how_to_go_o
     run_dir.batch(1).touch()
     config = SimpleNamespace(kind="rl", sft=None, is_remote=False)
     children = SimpleNamespace(stop=lambda _: [])
-    assert run(
-        config,
-        SimpleNamespace(run_dir=run_dir),
-        Placement(lambda _: []),
-        children,
-        "rl @ x.toml --resume",
-    ) == 1 and closed == [1]
+    assert (
+        run(
+            config,
+            SimpleNamespace(run_dir=run_dir),
+            Placement(lambda _: []),
+            children,
+            "rl @ x.toml --resume",
+        )
+        == 1
+    )
+    assert closed == [1]
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith(
         "rl: /disk/status/trainer.json: Read-only file system; free space or make it writable"
@@ -523,7 +524,7 @@ class Loop(RunLoop):
     """The loop of `rl` alone, whose supervisor meets these errors, one at each poll; None is a
     good poll. Then all processes end."""
 
-    def __init__(self, root: Path, *errors: int | None):
+    def __init__(self, root, *errors):
         self.run_dir, self.said, self.polls = (
             RunDir(root, root / "weights"),
             list[str](),
@@ -540,7 +541,7 @@ class Loop(RunLoop):
         self.trackers = SimpleNamespace(send=lambda _: None)
         self.shown = list[object]()
 
-    def meet(self, lines: list[object]) -> None:
+    def meet(self, lines):
         self.shown += lines
         number = next(self.polls, 0)
         self.supervisor.keeper.finished = number == 0
@@ -557,7 +558,7 @@ def test_a_disk_that_does_not_answer_for_a_moment_does_not_end_a_run(tmp_path, m
     loop.reader = SimpleNamespace(new=lambda: next(lines, []))
     fences = iter([OSError(errno.EIO, "Input/output error", "/disk/rl.000001.lease")])
 
-    def check_fence() -> None:
+    def check_fence():
         if error := next(fences, None):
             raise error
 
@@ -596,12 +597,10 @@ def test_a_reader_that_has_gone_stops_the_run(rl):
     process.stdout.close()
     (rl.root / "gone").touch()
     err = process.stderr.read()
-    assert (
-        process.wait(60) == 128 + signal.SIGPIPE
-        and "Broken pipe" not in err
-        and "resume with: rl" in err
-        and rl.nobody_left()
-    )
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert "Broken pipe" not in err
+    assert "resume with: rl" in err
+    assert rl.nobody_left()
 
 
 def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
@@ -616,11 +615,9 @@ def test_a_page_beside_the_run_says_its_address_and_ends_with_the_run(rl):
         enter(browser, link)
         (row,) = browser.get("/api/runs").json()["runs"]
     log = (rl.root / "logs/view-1.log").read_text()
-    assert (
-        (row["key"], row["state"]) == ("r", "live")
-        and link.partition("link=")[2] not in log
-        and "link=" not in log
-    )
+    assert (row["key"], row["state"]) == ("r", "live")
+    assert link.partition("link=")[2] not in log
+    assert "link=" not in log
     (rl.root / "seen").touch()
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "") and "3 steps in" in out

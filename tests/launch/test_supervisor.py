@@ -204,9 +204,8 @@ def test_a_dead_process_is_started_again_and_the_others_wait_for_it(make):
         "  trainer ended with exit code 7, waiting for batch 1; it starts again in 0.2 s "
         f"(log: {run.run_dir.logs}/trainer-1.log)"
     )
-    assert run.said[-1].startswith("  trainer is back after ") and run.said[-1].endswith(
-        " s (training step 1)"
-    )
+    assert run.said[-1].startswith("  trainer is back after ")
+    assert run.said[-1].endswith(" s (training step 1)")
     assert [run.child(name).pid for name in ("inference", "orchestrator")] == others
     run.enough()
     run.finish()
@@ -338,10 +337,8 @@ def test_what_never_came_up_is_tried_twice_and_its_own_error_is_told(make):
         "activation: swish"
     )
     assert str(error.value).startswith(f"inference {never}. The end of its log:\n")
-    assert (
-        run.events("give_up")[0]["reason"] == never
-        and run.events("death")[1]["said"] == "ValueError: no such activation: swish"
-    )
+    assert run.events("give_up")[0]["reason"] == never
+    assert run.events("death")[1]["said"] == "ValueError: no such activation: swish"
     assert (
         "ended with exit code 1, loading the model, saying: ValueError: no such activation: "
         "swish; it starts again in " in run.said[1]
@@ -364,9 +361,8 @@ def test_what_was_ended_from_outside_before_it_came_up_is_tried_again(make, endi
     run = make(backoff_s=0.01)
     run.begin(trainer=f"status('loading_model')\nif attempt < 4: {ending}\n" + WORK["trainer"])
     run.ready("trainer")
-    assert [death["exit"] for death in run.events("death")] == [KILLED] * 3 and not run.events(
-        "give_up"
-    )
+    assert [death["exit"] for death in run.events("death")] == [KILLED] * 3
+    assert not run.events("give_up")
 
 
 DEATH = """
@@ -390,9 +386,8 @@ def test_a_server_that_dies_twice_of_its_first_request_ends_the_run(make):
         "has not sampled one token: attempt 2 ended with exit code 1, too, saying: RuntimeError: "
         "no kernel for head_dim=16"
     )
-    assert str(error.value).startswith(
-        f"inference {why}. The end of its log:\n"
-    ) and "[shutdown]" not in str(error.value)
+    assert str(error.value).startswith(f"inference {why}. The end of its log:\n")
+    assert "[shutdown]" not in str(error.value)
     assert ", saying: RuntimeError: no kernel for head_dim=16; it starts again " in run.said[0]
 
 
@@ -650,11 +645,9 @@ def test_a_batch_that_kills_its_reader_is_quarantined(make):
     # a death while loading does not count against a batch
     assert len(run.events("death", "trainer")) == 4
     record = json.loads(run.run_dir.quarantined(3).read_text())
-    assert (
-        record["step"] == 3
-        and record["why"] == "ended with exit code 1"
-        and len(record["deaths"]) == 3
-    )
+    assert record["step"] == 3
+    assert record["why"] == "ended with exit code 1"
+    assert len(record["deaths"]) == 3
     assert [(event["step"], event["deaths"]) for event in run.events("quarantine")] == [(3, 3)]
     assert any(
         f"{run.run_dir.batch(3)} is quarantined, and version 3 will equal version 2" in line
@@ -732,11 +725,9 @@ def test_damage_is_repaired_while_nobody_works_with_it(make, monkeypatch):
     run.begin(trainer=code + WORK["trainer"])
     run.ready("trainer")
     run.ready("orchestrator", 2)
-    assert (
-        running == ["inference"]
-        and run.child("inference").attempt == 1
-        and run.child("orchestrator").attempt == 2
-    )
+    assert running == ["inference"]
+    assert run.child("inference").attempt == 1
+    assert run.child("orchestrator").attempt == 2
     assert run.events("repair")[0]["lines"] == ["moved batches/000003.batch away"]
     assert "  moved batches/000003.batch away" in run.said and len(run.events("death")) == 1
 
@@ -852,10 +843,8 @@ def test_a_search_for_the_model_that_hangs_is_told_again_and_again(make):
     run.begin_one("model", "print('Fetching 12 files:  33%', flush=True); time.sleep(60)")
     run.until(lambda: len(run.said) == 2)
     for text in run.said:
-        assert (
-            text.startswith("warning: the model is being found or downloaded, for ")
-            and "so far: Fetching 12 files:  33% (log: " in text
-        )
+        assert text.startswith("warning: the model is being found or downloaded, for ")
+        assert "so far: Fetching 12 files:  33% (log: " in text
 
 
 def test_a_model_that_cannot_be_found_ends_the_run_with_its_last_line_and_a_killed_search_is_repeated(

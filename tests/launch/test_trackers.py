@@ -1,7 +1,6 @@
 """TensorBoard event files from the lines of metrics.jsonl. test_run.py has W&B with a run."""
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +25,11 @@ LINES = [
 
 
 @pytest.fixture
-def run_dir(tmp_path) -> RunDir:
+def run_dir(tmp_path):
     return RunDir(tmp_path, tmp_path / "weights")
 
 
-def scalars(file: Path) -> dict[str, list[tuple[int, float]]]:
+def scalars(file):
     """Reads an event file as TensorBoard does: records of length, checksum, event, checksum."""
     from tensorboardX.proto.event_pb2 import Event
 
@@ -52,10 +51,8 @@ def test_a_start_writes_all_lines_anew_so_none_is_there_twice(run_dir):
         log.send(LINES[2:])
         log.close(0)
     (file,) = run_dir.tensorboard.iterdir()
-    assert (
-        scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]}
-        and said == []
-    )
+    assert scalars(file) == {"reward/mean": [(1, 0.25), (2, 0.75)], "loss/mean": [(1, -0.5)]}
+    assert said == []
     assert Trackers(RLConfig(), run_dir, said.append).left == []
 
 
@@ -94,7 +91,7 @@ def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_
     dead host."""
     asked = []
 
-    def finish(exit_code: int) -> None:
+    def finish(exit_code):
         raise TimeoutError("Timed out finishing run.")
 
     run = SimpleNamespace(define_metric=lambda *_, **__: None, log=lambda _: None, finish=finish)
@@ -120,10 +117,10 @@ def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_
     again = Trackers(
         RLConfig(name="x", wandb=WandbConfig(project="p", name="n")), run_dir, said.append
     )
-    assert (asked[1]["project"], asked[1]["name"]) == ("p", "n") and asked[1]["id"] == asked[0][
-        "id"
-    ]
-    assert isinstance(again.left[0], WandbLog) and again.left[0].sent == {
+    assert (asked[1]["project"], asked[1]["name"]) == ("p", "n")
+    assert asked[1]["id"] == asked[0]["id"]
+    assert isinstance(again.left[0], WandbLog)
+    assert again.left[0].sent == {
         "orchestrator": 2,
         "trainer": 1,
     }

@@ -29,12 +29,12 @@ def run(tmp_path):
         yield run
 
 
-def rl(run: Run, *words: str) -> tuple[int, str, str]:
+def rl(run, *words):
     done = subprocess.run([RL, *words], cwd=run.tmp, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
-def watching(run: Run) -> subprocess.Popen[str]:
+def watching(run):
     command = [RL, "watch", "outputs/r"]
     return subprocess.Popen(command, cwd=run.tmp, stdout=subprocess.PIPE, text=True)
 
@@ -92,7 +92,8 @@ def test_logs_are_listed_printed_and_searched_by_name(run):
         + "log = MetricsLog(root / 'metrics.jsonl', name)\nlog.write(1, {})\n"
     )
     code, out, _ = rl(run, "logs", "outputs/r")
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == [
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [
         "inference",
         "model",
         "orchestrator",
@@ -135,7 +136,12 @@ def test_logs_follow_processes_that_start_later_until_the_run_is_over(run):
         if line.startswith("trainer ")
     ]
     assert [line.partition(" of")[0] for line in said if line not in ("", "--- attempt 1")] == [
-        *("begins", "attempt", "--- attempt 2", "begins", "attempt", "last words")
+        "begins",
+        "attempt",
+        "--- attempt 2",
+        "begins",
+        "attempt",
+        "last words",
     ]
     code, out, error = rl(run, "logs", "outputs/r", "trainer", "-f", "-n", "1")
     assert (code, out) == (0, "last words\n") and "continue it with" in error, "a run that is dead"
@@ -163,7 +169,7 @@ def cluster(tmp_path, monkeypatch):
     nodes = Nodes(config.run_dir)
     nodes.folder.mkdir(parents=True)
 
-    def machine(index: int, *roles: str) -> None:
+    def machine(index, *roles):
         status = status_of(index, roles=[*roles], place="elsewhere", heartbeat=time.time())
         nodes.write(nodes.status_path(index), status)
 
@@ -236,17 +242,16 @@ def test_a_run_whose_machines_no_engine_replaces_is_waited_for_as_long_as_they_w
     assert life.end() is None and not life.waiting, "its heartbeat has not been seen to stand still"
     for seconds in (1.0, 1790.0):
         clock.now += seconds
-        assert (
-            life.end() is None
-            and "up to cluster.join_timeout_s = 1800 s after the last sign" in life.waiting
-        )
+        assert life.end() is None
+        assert "up to cluster.join_timeout_s = 1800 s after the last sign" in life.waiting
     os.utime(cluster.nodes.folder, (6.0, 6.0))
     for seconds in (20.0, 1790.0):
         clock.now += seconds
         assert life.end() is None
     clock.now += 20.0
     code, text = life.end()
-    assert code == 1 and text.startswith(
+    assert code == 1
+    assert text.startswith(
         "no machine has given a sign of life for cluster.join_timeout_s = 1800 s: "
     )
     cluster.machine(0, "trainer")
@@ -286,7 +291,5 @@ def test_logs_of_a_role_on_all_machines_and_on_one(cluster, capsys):
         ("", "7", []),
     ):
         assert [*follow.View(cluster.dir.logs, process, node, None).logs()] == found
-    assert (
-        follow.View(cluster.dir.logs, "trainer", "7", None).may_come()
-        and not follow.View(cluster.dir.logs, "trainr", None, None).may_come()
-    )
+    assert follow.View(cluster.dir.logs, "trainer", "7", None).may_come()
+    assert not follow.View(cluster.dir.logs, "trainr", None, None).may_come()

@@ -29,7 +29,7 @@ def run_dir(tmp_path, monkeypatch):
     return run_dir
 
 
-def noted_reads(monkeypatch) -> list[str]:
+def noted_reads(monkeypatch):
     """The names of the files of rollouts that are read from now on."""
     read, sound = [], index.sound_rollouts
     monkeypatch.setattr(index, "sound_rollouts", lambda path: read.append(path.name) or sound(path))
@@ -98,9 +98,8 @@ def test_rollouts_are_chosen_by_what_they_are_and_sorted_and_paged(run_dir):
 def test_a_metric_is_found_by_values_that_float32_has_not(run_dir):
     write_step(run_dir, 3, [group(4, [0.1, 0.2]), group(5, [1 / 3, 0.0])])
     run = Run(run_dir.root)
-    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)] and ids(
-        run.rollouts(step=3, exact=0.2)
-    ) == [(4, 1)]
+    assert ids(run.rollouts(step=3, exact=[0.1, 1 / 3])) == [(4, 0), (5, 0)]
+    assert ids(run.rollouts(step=3, exact=0.2)) == [(4, 1)]
 
 
 def test_a_metric_that_is_called_as_a_field_is_told_from_it(run_dir):

@@ -5,13 +5,11 @@ import json
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 import rl
 from rl.records.run import Run
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics
-from rl.run_dir.numbers import Numbers
 from rl.system.errors import ConfigError, RunError
 from tests.records.made import group, make_run, note, write_step
 
@@ -54,17 +52,6 @@ def test_numbers_are_columns_that_follow_the_files(run_dir):
             method(name)
     cut_metrics(run_dir.metrics, 1)
     assert run.step == 1 and run.curve("optim/lr")[0].tolist() == []
-
-
-def test_many_rows_grow(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    metrics, log = Numbers(path), MetricsLog(path, "trainer")
-    for step in range(1, 700):
-        log.write(step, {"a": step / 2, **({"b": 1.0} if step > 600 else {})})
-    metrics.refresh()
-    steps, values = metrics.curve("a")
-    assert np.array_equal(values, steps / 2)
-    assert len(steps) == 699 and len(metrics.curve("b")[0]) == 99
 
 
 def test_what_happened_and_who_said_what(run_dir):

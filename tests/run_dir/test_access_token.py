@@ -23,7 +23,7 @@ def no_token(monkeypatch):
     monkeypatch.delenv("RL_TOKEN", raising=False)
 
 
-def config(tmp_path, *args: str):
+def config(tmp_path, *args):
     base = ["--orchestrator.environment.id", "e", "--name", "r", "--output_dir", str(tmp_path)]
     return build(parse_args([*base, *args]))
 

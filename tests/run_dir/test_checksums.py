@@ -80,7 +80,11 @@ FILES = (["a"], "config.json", {"a": 1}, {"..": "00"}, {"": "00"}, {"a/b": "00"}
 @pytest.mark.parametrize(
     "content",
     [
-        *({"iash": HASH, "tensors": {}}, {"hash": 9, "tensors": {}}, {"hash": HASH}, [1], 1),
+        {"iash": HASH, "tensors": {}},
+        {"hash": 9, "tensors": {}},
+        {"hash": HASH},
+        [1],
+        1,
         *({"hash": HASH, "tensors": {}, "files": files} for files in FILES),
         *(
             {"hash": HASH, "tensors": tensors}

@@ -71,9 +71,9 @@ def test_what_is_made_durable_later_is_whole_at_once_and_synced_then(tmp_path, m
 
     write_directory(version, fill, durable=False)
     write_file(record, b"2", durable=False)
-    assert (
-        (version / "sub" / "a").read_text() == "1" and record.read_bytes() == b"2" and synced == []
-    )
+    assert (version / "sub" / "a").read_text() == "1"
+    assert record.read_bytes() == b"2"
+    assert synced == []
     make_durable(record)
     make_durable(version)
     inside = [version / "sub", version / "sub" / "a", version]

@@ -57,7 +57,7 @@ def no_locks(request, monkeypatch):
     monkeypatch.setattr("fcntl.flock", flock)
 
 
-def write_lease(lock, number: int, owner: LockOwner) -> None:
+def write_lease(lock, number, owner):
     lease_path(lock, number).write_bytes(msgspec.json.encode(owner))
 
 
@@ -166,7 +166,7 @@ def test_what_dead_servers_left_goes_and_a_live_one_stays(tmp_path, monkeypatch)
     monkeypatch.setattr(lease, "LEASE_S", 30.0)
     now, renewed = [0.0], tmp_path / "inference-b.example.org-3.000007.lease"
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         now[0] += seconds
         os.utime(renewed, (now[0], now[0]))
 

@@ -21,7 +21,7 @@ def path(tmp_path):
     return tmp_path / "run" / "metrics.jsonl"
 
 
-def steps_of(path) -> list[int]:
+def steps_of(path):
     return [line["step"] for line in MetricsReader(path).new()]
 
 
@@ -86,11 +86,11 @@ def test_a_run_from_before_there_were_sources_goes_on(path):
     assert steps_of(path) == [1]
 
 
-def lines_of(path) -> list[bytes]:
+def lines_of(path):
     return path.read_bytes().splitlines(keepends=True) if path.exists() else []
 
 
-def merge_and_cut(path) -> None:
+def merge_and_cut(path):
     """A run in which everything happens; each line has a unique number."""
     count = len(path.read_bytes()) if path.exists() else 0
     merger, logs = Merger(path), [MetricsLog(path, source) for source in "ab"]
@@ -117,8 +117,13 @@ def test_a_death_at_any_point_loses_and_doubles_nothing(tmp_path, monkeypatch):
     # not those of another test's thread: a heartbeat
     points = [point for point in points if point[0].startswith(("metrics.", "merged."))]
     assert {name for name, _ in points} >= {
-        *("metrics.torn", "metrics.done", "metrics.rename"),
-        *("merged.write", "merged.torn", "merged.done", "merged.rename"),
+        "metrics.torn",
+        "metrics.done",
+        "metrics.rename",
+        "merged.write",
+        "merged.torn",
+        "merged.done",
+        "merged.rename",
     }
     for number, (name, count) in enumerate(points):
         path = tmp_path / f"life-{number}" / "metrics.jsonl"

@@ -7,7 +7,7 @@ from rl.run_dir.paths import RunDir
 
 
 @pytest.fixture
-def nodes(tmp_path) -> Nodes:
+def nodes(tmp_path):
     return Nodes(RunDir(tmp_path, tmp_path / "weights"))
 
 

@@ -12,7 +12,7 @@ from rl.run_dir.files import clean_leftovers
 from rl.run_dir.paths import NEVER, Retention, RunDir, is_run, numbered, numbers
 
 
-def make(tmp_path) -> RunDir:
+def make(tmp_path):
     return RunDir(tmp_path / "r", tmp_path / "r" / "weights")
 
 
@@ -63,11 +63,9 @@ def test_weights_that_lie_elsewhere_and_token_logs_go_with_their_steps(tmp_path)
         (run_dir.weights(step) / "model.safetensors").write_text(f"w{step}")
         run_dir.tokens(step).touch()
     away = run_dir.discard_after(4)
-    assert (
-        away
-        and (away / "weights" / "000005" / "model.safetensors").read_text() == "w5"
-        and (away / "tokens" / "000005.safetensors").exists()
-    )
+    assert away
+    assert (away / "weights" / "000005" / "model.safetensors").read_text() == "w5"
+    assert (away / "tokens" / "000005.safetensors").exists()
     assert (
         list(numbered(run_dir.weights_dir))
         == list(numbered(run_dir.tokens_dir, ".safetensors"))
@@ -94,9 +92,7 @@ def test_files_and_directories_are_deleted(tmp_path, keep_last, keep_every, need
         assert numbers(tmp_path, suffix) == list(left)
 
 
-def stays(
-    there: set[int], keep_last: int, keep_every: int | None, needed: set[int], needed_from: int
-) -> set[int]:
+def stays(there, keep_last, keep_every, needed, needed_from):
     """Applies the rule itself to all entries."""
     newest = set(sorted(there)[max(0, len(there) - keep_last) :])
     return {

@@ -13,12 +13,12 @@ from rl.run_dir.safetensors import (
 )
 
 
-def content(header: object, data: bytes = b"") -> bytes:
+def content(header, data=b""):
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
-def entry(start: object, end: object, shape: object = (2,)) -> dict:
+def entry(start, end, shape=(2,)):
     return {"dtype": "U8", "shape": shape, "data_offsets": [start, end]}
 
 

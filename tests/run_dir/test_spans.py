@@ -80,9 +80,8 @@ def test_a_disk_that_cannot_be_written_costs_the_spans_alone(folder):
     folder.unlink()
     spans.note("kept", 1.0, 2.0)
     spans.flush()
-    assert [line.name for line in lines(folder)[1:]] == ["kept"] and isinstance(
-        lines(folder)[0], Start
-    )
+    assert [line.name for line in lines(folder)[1:]] == ["kept"]
+    assert isinstance(lines(folder)[0], Start)
 
 
 def test_phases_of_a_status_are_spans(folder, tmp_path, monkeypatch):

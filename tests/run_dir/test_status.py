@@ -149,15 +149,15 @@ def test_a_gauge_that_fails_ends_neither_the_heartbeat_nor_the_process(tmp_path,
     monkeypatch.setattr("rl.run_dir.status.HEARTBEAT_S", 0.02)
     status, reads, faults = Status(tmp_path / "x.json", "x"), iter([3, None, 5]), []
 
-    def read() -> int:
+    def read():
         if (value := next(reads, 5)) is None:
             raise RuntimeError("dictionary changed size during iteration")
         return value
 
-    def written(name: str):
+    def written(name):
         return getattr(read_status(tmp_path / "x.json"), name)
 
-    async def main() -> None:
+    async def main():
         asyncio.get_running_loop().set_exception_handler(
             lambda _, context: faults.append(str(context["exception"]))
         )

@@ -23,12 +23,12 @@ from tests.waiting import alive, until
 SLEEP = "import time; time.sleep(60)"
 
 
-def pids_in(path: Path, count: int) -> list[int]:
+def pids_in(path, count):
     until(lambda: path.exists() and len(path.read_text().split()) >= count)
     return [int(word) for word in path.read_text().split()]
 
 
-def python(code: str) -> list[str]:
+def python(code):
     return [sys.executable, "-c", code]
 
 
@@ -171,7 +171,7 @@ def driver(tmp_path):
     state out of pytest."""
     started = []
 
-    def run(code: str) -> subprocess.Popen:
+    def run(code):
         prelude = (
             "import os, sys, time, signal\nfrom pathlib import Path\nfrom rl.launch.children "
             f"import *\ntmp = Path({str(tmp_path)!r})\n"
@@ -252,12 +252,12 @@ time.sleep(60)
     until(lambda: not any(alive(pid) for pid in found))
 
 
-def refuse(*_: object, **__: object) -> None:
+def refuse(*_, **__):
     """As a system that has no more processes or files."""
     raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
-def killed_guard(folder: Path) -> Guard:
+def killed_guard(folder):
     guard = Guard("none", folder / "none", 1.0)
     guard.process.kill()
     guard.process.wait()
@@ -379,9 +379,8 @@ def test_markers_tell_runs_and_attempts_apart():
     ]
     process.kill()
     process.wait()
-    assert (
-        found == [True, True, True, False, True, False] and process_table.markers(process.pid) == []
-    )
+    assert found == [True, True, True, False, True, False]
+    assert process_table.markers(process.pid) == []
 
 
 def test_die_with_parent_ends_a_process_whose_launcher_is_gone_already():
@@ -496,7 +495,5 @@ time.sleep(1.5)
     assert parent.stdout.readline() == "in\n"
     parent.send_signal(signal.SIGINT)
     printed = parent.stdout.read()  # with Python's report of the exception that it ignored
-    assert (
-        printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n")
-        and parent.wait(timeout=30) == 0
-    )
+    assert printed.endswith("goes on\ncleaned up\nstopping by SIGINT\n")
+    assert parent.wait(timeout=30) == 0

@@ -154,13 +154,12 @@ def test_a_literal_secret_is_refused_and_not_shown(args):
             "'apple' }",
         ],
         [
-            *(
-                "--orchestrator.teacher.api_key_var",
-                "TEACHER_KEY",
-                "--orchestrator.teacher.base_url",
-                "http://h/v1",
-            ),
-            *("--trainer.loss.teacher_coefficient", "1"),
+            "--orchestrator.teacher.api_key_var",
+            "TEACHER_KEY",
+            "--orchestrator.teacher.base_url",
+            "http://h/v1",
+            "--trainer.loss.teacher_coefficient",
+            "1",
         ],
         ["--inference.vllm", "{ hf_token = true, api_key = ['env:JUDGE_API_KEY'] }"],
         [

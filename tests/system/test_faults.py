@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,7 @@ from rl.system.faults import FaultPlan
 from rl.system.linux import pid_scope
 
 
-def write_things(root: Path) -> None:
+def write_things(root):
     """Does each kind of durable write, both new and replacing something older."""
     write_file(root / "batches" / "000001.batch", b"one")
     write_file(root / "batches" / "000001.batch", b"other")
@@ -39,7 +38,7 @@ def write_things(root: Path) -> None:
     files.remove_directory(root / "weights" / "000001")
 
 
-def check_whole(root: Path) -> None:
+def check_whole(root):
     """Checks that nothing incomplete has a final name."""
     batch, log, version = (
         root / "batches" / "000001.batch",
@@ -60,7 +59,7 @@ def check_whole(root: Path) -> None:
 FINAL = {"batches", "weights", "000001.batch", "pending.log", "000001", "a", "b"}
 
 
-def names_below(root: Path) -> set[str]:
+def names_below(root):
     return {path.name for path in root.rglob("*")}
 
 

@@ -103,10 +103,8 @@ def test_what_an_import_shows(mine):
     for name, fault in FAULTS.items():
         with pytest.raises(RunError) as error:
             UserFunction("credit", f"{mine}:{name}", "group, config")
-        assert (
-            fault.replace("{file}", str(mine)) in str(error.value)
-            and error.value.exit_code == GIVE_UP
-        )
+        assert fault.replace("{file}", str(mine)) in str(error.value)
+        assert error.value.exit_code == GIVE_UP
     for name in ("two", "made"):
         UserFunction("credit", f"{mine}:{name}", "group, config")
 
@@ -194,9 +192,8 @@ def test_a_file_has_the_encoding_that_python_reads_in_it(tmp_path, encoding):
 
 
 def test_results():
-    assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0] and as_numbers(
-        np.arange(2), 2
-    ) == [0.0, 1.0]
+    assert as_numbers([1, np.float32(0.5), True], 3) == [1.0, 0.5, 1.0]
+    assert as_numbers(np.arange(2), 2) == [0.0, 1.0]
     for value in (
         None,
         1.0,
@@ -209,9 +206,8 @@ def test_results():
     ):
         # a set has no order, and an iterator would raise outside of the function
         assert as_numbers(value, 2) is None
-    assert as_bools(False, 2) == [False, False] and as_bools([True, False], 2) == as_bools(
-        np.array([1, 0]) > 0, 2
-    ) == [True, False]
+    assert as_bools(False, 2) == [False, False]
+    assert as_bools([True, False], 2) == as_bools(np.array([1, 0]) > 0, 2) == [True, False]
     assert as_bools(np.mean([0.5, 1.0]) < 0.9, 2) == as_bools(np.array(True), 2) == [True, True]
     for value in (
         None,
@@ -243,6 +239,5 @@ def test_what_cannot_be_told_or_counted_is_reported_like_other_failures(tmp_path
     with pytest.raises(RunError, match=r"slow did not return within 0\.01 s"):
         slow.within(0.01, 1, 2)
     value = UserFunction("credit", f"{path}:meta", "group, config").within(60.0, 1, 2)
-    assert as_numbers([value], 1) is None and returned(value).startswith(
-        "returned <Meta instance at "
-    )
+    assert as_numbers([value], 1) is None
+    assert returned(value).startswith("returned <Meta instance at ")

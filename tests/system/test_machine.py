@@ -46,11 +46,9 @@ GROUPS = {
         "0::/",
         {
             "cpu.max": "250000 100000",
-            **{
-                "memory.max": "2000",
-                "memory.current": "1900",
-                "memory.stat": "anon 450\ninactive_file 1400\nactive_file 50",
-            },
+            "memory.max": "2000",
+            "memory.current": "1900",
+            "memory.stat": "anon 450\ninactive_file 1400\nactive_file 50",
         },
     ),
     "a job below its system's groups, version 2": (
@@ -72,8 +70,10 @@ GROUPS = {
     "a container, version 1, which sees its groups as the outermost": (
         "9:name=systemd:/docker/ab\n4:memory:/docker/ab\n1:cpu,cpuacct:/docker/ab\n0::/",
         {
-            **{"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"},
-            **{"memory/memory.limit_in_bytes": "2000", "memory/memory.usage_in_bytes": "1500"},
+            "cpu/cpu.cfs_quota_us": "250000",
+            "cpu/cpu.cfs_period_us": "100000",
+            "memory/memory.limit_in_bytes": "2000",
+            "memory/memory.usage_in_bytes": "1500",
             "memory/memory.stat": "inactive_file 0\ntotal_inactive_file 1000",
         },
     ),
@@ -106,10 +106,8 @@ def test_without_limits_there_is_what_the_machine_has(files, tmp_path, monkeypat
     monkeypatch.setattr(
         machine, "control_groups", lambda controller: [tmp_path / controller, tmp_path]
     )
-    assert (
-        machine.cpu_quota() == math.inf
-        and machine.memory_bytes()[0] == psutil.virtual_memory().total
-    )
+    assert machine.cpu_quota() == math.inf
+    assert machine.memory_bytes()[0] == psutil.virtual_memory().total
     assert control_groups("cpu", listed=tmp_path / "none") == []
 
 
@@ -137,11 +135,9 @@ def test_another_system_is_told_before_anything_is_imported(platform, said):
         "rl.trainer.main"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (
-        (done.returncode, done.stdout) == (1, "")
-        and done.stderr.startswith(said)
-        and done.stderr.count("\n") == 1
-    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ HERE = frozenset({Path(sys.prefix), Path(sys.base_prefix), Path(escapes.__file__
 needs_bwrap = pytest.mark.skipif(bool(sandbox.fault()), reason=sandbox.fault())
 
 
-def inside(box: Sandbox, *command: str) -> subprocess.CompletedProcess:
+def inside(box, *command):
     return subprocess.run(box.wrap(command), capture_output=True, text=True, timeout=30)
 
 
@@ -108,10 +108,8 @@ def test_what_is_seen_of_the_file_system(tmp_path):
     shown = inside(Sandbox(HERE), sys.executable, "-S", "-c", f"{sizes}\n{keys}").stdout
     assert shown.startswith("1024 64\n") and "private" not in shown
     assert ended.stdout.split() == [str(tmp_path), "./seen/a", "./seen/hidden/kept", "65534"]
-    assert (
-        ended.stderr.count("Read-only file system") == 3
-        and (tmp_path / "seen/a").read_text() == "seen/a"
-    )
+    assert ended.stderr.count("Read-only file system") == 3
+    assert (tmp_path / "seen/a").read_text() == "seen/a"
     assert inside(box, "/bin/sh", "-c", "exit 7").returncode == 7
     linked = Sandbox(frozenset(), links={tmp_path / "bin" / "sh": Path("/bin/sh")})
     assert (
@@ -123,10 +121,8 @@ def test_what_is_seen_of_the_file_system(tmp_path):
 def test_a_machine_without_bubblewrap_is_told_what_to_do(monkeypatch, tmp_path):
     program = tmp_path / "bwrap"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert (
-        "there is no bwrap here" in sandbox.fault.__wrapped__()
-        and "apt-get install bubblewrap" in sandbox.REMEDY
-    )
+    assert "there is no bwrap here" in sandbox.fault.__wrapped__()
+    assert "apt-get install bubblewrap" in sandbox.REMEDY
     program.write_text("#!/bin/sh\necho no permissions to create a new namespace >&2; exit 1\n")
     program.chmod(0o755)
     assert (

@@ -33,9 +33,7 @@ def test_numbers_have_few_digits_and_no_exponent_where_they_can_be_read_without(
         -12345.6: "-12346",
         1.25e-5: "1.25e-05",
     }
-    assert (
-        {value: digits(value) for value in shown} == shown
-        and digits(5e9) == "5e+09"
-        and digits(12345.6, 4) == "12346"
-    )
+    assert {value: digits(value) for value in shown} == shown
+    assert digits(5e9) == "5e+09"
+    assert digits(12345.6, 4) == "12346"
     assert digits(float("nan")) == "nan" and digits(1234.4, 4) == "1234"

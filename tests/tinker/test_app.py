@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -38,7 +37,7 @@ class CountingLearner:
 
     vocab_size = 100
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.steps: dict[str, int] = {}
         self.done: list[tuple] = []
 
@@ -93,7 +92,7 @@ class Servers:
 
     timeout_s = 5.0
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.held, self.loads = 0, list[int]()
 
     async def wait_for_any(self):
@@ -120,9 +119,7 @@ class Servers:
         )
 
 
-def service_of(
-    root: Path, learner: CountingLearner, servers: Servers
-) -> tuple[Training, SamplingSessions, KeyGate]:
+def service_of(root, learner, servers):
     """A service in a folder."""
     model = {"name": "tiny", "max_model_len": 64}
     config = RLConfig.model_validate(
@@ -138,7 +135,7 @@ def service_of(
 class Client:
     """A server in a folder, and requests to it."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.learner, self.servers = CountingLearner(), Servers()
         self.training, self.sampling, app = service_of(root, self.learner, self.servers)
         self.http = httpx.AsyncClient(
@@ -267,9 +264,8 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
             await client.post("forward_backward", forward_backward(model, 4))
             listed = await client.get("checkpoints?limit=5")
             (checkpoint,) = listed["checkpoints"]
-            assert (
-                checkpoint["tinker_path"] == saved["path"] and listed["cursor"]["total_count"] == 1
-            )
+            assert checkpoint["tinker_path"] == saved["path"]
+            assert listed["cursor"]["total_count"] == 1
             run = await client.get(f"training_runs/{model}")
             assert run["lora_rank"] == 4 and run["last_checkpoint"]["checkpoint_id"] == "weights/a"
             return model, promises[0], step
@@ -278,10 +274,8 @@ def test_calls_run_once_in_their_order_and_a_restart_goes_on_from_state_and_log(
         async with Client(tmp_path) as client:
             # as it was answered
             assert (await client.result(step))["metrics"]["policy_version:max"] == 1
-            assert (
-                await client.result(promise)
-                and (await client.post("optim_step", {"model_id": model, "seq_id": 2})) == step
-            )
+            assert await client.result(promise)
+            assert (await client.post("optim_step", {"model_id": model, "seq_id": 2})) == step
             await client.result(await client.post("forward_backward", forward_backward(model, 4)))
             # from the state after call 0 (the first is copied at once), the calls after it; the
             # save is not repeated
@@ -370,10 +364,8 @@ def test_a_model_that_finds_no_memory_after_a_restart_fails_alone(tmp_path, lost
 
             learner.load, learner.create = without_room(learner.load), without_room(learner.create)
             refused, step = [await client.step(model, 1) for model in (poor, other)]
-            assert (
-                refused["error"].startswith("not executed: no memory")
-                and step["metrics"]["policy_version:max"] == 1
-            )
+            assert refused["error"].startswith("not executed: no memory")
+            assert step["metrics"]["policy_version:max"] == 1
             assert not client.work.done() and client.training.models[poor].applied == -1
             full = False
             assert (await client.step(poor, 2))["metrics"]["policy_version:max"] == 1
@@ -686,10 +678,8 @@ async def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(client):
     and weights with theirs."""
     model = await new_model(client)
     info = await client.post("get_info", {"model_id": model})
-    assert (
-        info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
-        and info["model_name"] == "meta/x"
-    )
+    assert info["model_data"]["tokenizer_id"] == info["model_data"]["model_name"] == "tiny"
+    assert info["model_name"] == "meta/x"
     session = await client.base_session(await client.session())
     assert (await client.get(f"samplers/{session}"))["base_model"] == "tiny"
     assert (await client.get(f"training_runs/{model}"))["base_model"] == "meta/x"

@@ -47,7 +47,7 @@ LOSS_TYPES = (
 )
 
 
-def config_of(root, url=None, **trainer) -> RLConfig:
+def config_of(root, url=None, **trainer):
     return RLConfig.model_validate(
         {
             "name": "run",
@@ -68,7 +68,7 @@ def service(tmp_path, monkeypatch):
         yield found
 
 
-def small_batch(step: int) -> TrainBatch:
+def small_batch(step):
     """A batch whose ids the counting trainer has."""
     return TrainBatch(
         step=step,
@@ -78,7 +78,7 @@ def small_batch(step: int) -> TrainBatch:
     )
 
 
-def orchestrating(config: RLConfig, steps: int) -> StubOrchestrator:
+def orchestrating(config, steps):
     return StubOrchestrator(config.run_dir, [small_batch(step) for step in range(1, steps + 1)])
 
 
@@ -150,10 +150,8 @@ def test_data_have_the_gradient_of_our_own_loss(tmp_path, loss, aggregation):
     )
     expected = gradient(ours, logprobs, sampled, advantages, weights, masks)
     found = gradient_there(config, batch, logprobs, masks)
-    assert (
-        expected.abs().max() > 1e-4
-        and (found - expected).abs().max() < 1e-6 * expected.abs().max() + 1e-9
-    )
+    assert expected.abs().max() > 1e-4
+    assert (found - expected).abs().max() < 1e-6 * expected.abs().max() + 1e-9
     name, _ = service_loss(ours) or ("", {})
     assert {*prepare(batch, config).data[0].loss_fn_inputs} == {
         "target_tokens",
@@ -184,9 +182,8 @@ def test_metrics_are_those_of_the_trained_tokens(tmp_path):
     assert found["loss/mean"] == 0.25 and found["ratio/mean"] == pytest.approx((1.5 + 1 + 1.1) / 3)
     assert found["masked_fraction"] == found["masked_fraction/test"] == pytest.approx(1 / 3)
     kl = [0.5 - math.log(1.5), 0.0, 0.1 - math.log(1.1)]
-    assert found["mismatch_kl/mean"] == pytest.approx(sum(kl) / 3, rel=1e-4) and found[
-        "mismatch_kl/max"
-    ] == pytest.approx(kl[0], rel=1e-4)
+    assert found["mismatch_kl/mean"] == pytest.approx(sum(kl) / 3, rel=1e-4)
+    assert found["mismatch_kl/max"] == pytest.approx(kl[0], rel=1e-4)
     assert "lag_kl/mean" not in found and found["parity/tokens"] == 3
     later = metrics_of(replace(prepared, lag_zero=~prepared.lag_zero), output)
     assert later["lag_kl/mean"] == found["mismatch_kl/mean"] and "parity/max" not in later
@@ -195,7 +192,7 @@ def test_metrics_are_those_of_the_trained_tokens(tmp_path):
 # The trainer --------------------------------------------------------------------------------------
 
 
-def trainer_of(config: RLConfig) -> RemoteTrainer:
+def trainer_of(config):
     return RemoteTrainer(config, Status(config.run_dir.status("trainer"), "trainer"))
 
 
@@ -219,10 +216,8 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
     assert [line["optim/lr"] for line in lines] == [0.05, 0.1, 0.1]
     assert numbers(run_dir.checkpoints) == [2, 3]
     first = read_remote(run_dir.weights(3))
-    assert (
-        first.path == f"tinker://{first.model_id}/sampler_weights/000003"
-        and first.calls[1] - first.calls[0] == 1
-    )
+    assert first.path == f"tinker://{first.model_id}/sampler_weights/000003"
+    assert first.calls[1] - first.calls[0] == 1
     check_version(run_dir.weights(3), run_dir.digests(3))
     assert verify_checkpoint(run_dir.checkpoint(2))["step"] == 2
     before = content_id(run_dir.digests(3))
@@ -233,17 +228,14 @@ def test_each_batch_is_trained_once_and_a_restart_goes_on_from_the_newest_state(
     run_dir.batch(5).with_suffix(".quarantined").write_text("{}")
     with orchestrating(config, 6) as orchestrator:
         trainer_of(config).train()
-    assert [one[0] for one in done] == ["load", *["forward_backward", "optim_step"] * 3] and done[
-        0
-    ] == ("load", 2)
+    assert [one[0] for one in done] == ["load", *["forward_backward", "optim_step"] * 3]
+    assert done[0] == ("load", 2)
     # on which step's adapters
     assert [one[2] for one in done if one[0] == "forward_backward"] == [2, 3, 4]
     assert [number for number, _ in orchestrator.published] == [*range(2, 7)]
     assert orchestrator.asked == [3, 4, 6]
-    assert (
-        read_remote(run_dir.weights(6)).model_id != first.model_id
-        and content_id(run_dir.digests(3)) != before
-    )
+    assert read_remote(run_dir.weights(6)).model_id != first.model_id
+    assert content_id(run_dir.digests(3)) != before
     kept = [
         one.tinker_path.rpartition("/")[2]
         for one in trainer.rest.list_user_checkpoints().result().checkpoints
@@ -377,10 +369,8 @@ def test_answers_are_of_the_version_that_was_held_and_groups_are_one_request(tmp
                 "/load_weights",
                 json={"policy_version": 1, "path": str(config.run_dir.weights(1)), "content": "c"},
             )
-            assert (
-                loaded.json()["policy_version"] == 1
-                and (await http.get("/status")).json()["content"] == "c"
-            )
+            assert loaded.json()["policy_version"] == 1
+            assert (await http.get("/status")).json()["content"] == "c"
             later = read((await generate([1, 2], seed=2**40 + 5)).content, Turn)
             assert later.policy_versions == [VersionSpan(1, 2)]
             assert any(
@@ -416,7 +406,6 @@ def test_a_lost_session_is_made_again_and_a_lost_version_skipped(tmp_path, servi
     before.client._sampling_session_id = "gone:sample:0"
     with pytest.raises(RunError, match="does not sample"):
         asyncio.run(sampler.generate(asked))
-    assert [warning.about for warning in status.current.warnings] == [
-        "service"
-    ] and "does not sample" in status.current.warnings[0].text
+    assert [warning.about for warning in status.current.warnings] == ["service"]
+    assert "does not sample" in status.current.warnings[0].text
     assert sampler.held is not before and asyncio.run(sampler.generate(asked)).token_ids == [7, 8]

@@ -3,10 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
-import pytest
-
 from rl.run_dir.paths import RunDir
-from rl.system.errors import RunError
 from rl.tinker.replay import copy_calls, replay
 from rl.tinker.storage import Storage
 from rl.tinker.training import Training
@@ -38,7 +35,7 @@ async def session(root):
         return client.training.models[model].run_dir, client.training.config
 
 
-def again(run_dir: RunDir, config, scratch, learner) -> list[tuple]:
+def again(run_dir, config, scratch, learner):
     storage = Storage(RunDir(scratch, scratch / "weights"))
     assert copy_calls(run_dir, storage) == 3
     found = replay(Training(config, storage, learner), run_dir, lambda there: "")
@@ -68,13 +65,3 @@ def test_calls_executed_again_give_the_same_answers_and_versions_or_say_what_dif
     )
     assert again(run_dir, config, tmp_path / "3", other)[1] == (2, ["answers", "digests"], "a")
     assert sorted(path for path in run_dir.root.rglob("*") if path.is_file()) == before
-
-
-def test_a_model_without_a_step_has_nothing_to_compare(tmp_path):
-    async def scenario():
-        async with Client(tmp_path / "s") as client:
-            return client.training.models[await new_model(client)].run_dir
-
-    run_dir = asyncio.run(scenario())
-    with pytest.raises(RunError, match="no step yet"):
-        copy_calls(run_dir, Storage(RunDir(tmp_path / "t", tmp_path / "t" / "weights")))

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,10 +31,10 @@ def reward(completion, answer):
 class Programs:
     """Starts `rl`, and ends what is left of it."""
 
-    def __init__(self, root: Path):
+    def __init__(self, root):
         self.root, self.started = root, list[subprocess.Popen]()
 
-    def start(self, name: str, command: list[str], **env: str) -> subprocess.Popen:
+    def start(self, name, command, **env):
         """`name`: of the file with its output."""
         with (self.root / name).open("w") as out:
             command = [sys.executable, "-m", "rl.main", *command]
@@ -46,7 +45,7 @@ class Programs:
             )
         return self.started[-1]
 
-    def serve(self, model: Path, port: int) -> tuple[subprocess.Popen, dict[str, str]]:
+    def serve(self, model, port):
         """Starts the server, and returns what it prints for its clients once it is up."""
         words = (
             f"serve --model.name {model} --model.max_model_len 128 --model.dtype float32 "
@@ -54,7 +53,7 @@ class Programs:
         )
         server = self.start("serve.out", words.split())
 
-        def told() -> dict[str, str]:
+        def told():
             lines = [
                 line[7:]
                 for line in (self.root / "serve.out").read_text().splitlines()
@@ -65,13 +64,13 @@ class Programs:
         until(lambda: told() or server.poll() is not None, PATIENCE_S)
         return server, told()
 
-    def close(self) -> None:
+    def close(self):
         for process in self.started:
             process.terminate()
             process.wait(60)
 
 
-def weights_of(served: Path, model_id: str) -> bytes:
+def weights_of(served, model_id):
     """The newest adapters of a model of the server."""
     folders = (served / "models" / model_id.replace(":train:", "-") / "weights").iterdir()
     return (
@@ -97,7 +96,7 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
     command = flags.split()
     lines = tmp_path / "r" / "metrics" / "trainer.jsonl"
 
-    def trained(step: int) -> bool:
+    def trained(step):
         return run.poll() is not None or (
             lines.exists() and f'{{"step": {step},' in lines.read_text()
         )
@@ -129,9 +128,8 @@ def test_a_killed_server_and_a_resumed_run_train_each_batch_once(model, tmp_path
         with StubOrchestrator(again.run_dir, batches):
             RemoteTrainer(again, Status(again.run_dir.status("trainer"), "trainer")).train()
         places = [read_remote(one.run_dir.weights(STEPS)) for one in (config, again)]
-        assert (
-            places[0].model_id != places[1].model_id and places[0].step == places[1].step == STEPS
-        )
+        assert places[0].model_id != places[1].model_id
+        assert places[0].step == places[1].step == STEPS
         assert weights_of(tmp_path / "s", places[0].model_id) == weights_of(
             tmp_path / "s", places[1].model_id
         )

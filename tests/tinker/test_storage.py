@@ -23,11 +23,9 @@ def test_calls_and_answers_are_there_again_and_a_torn_record_is_not(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
     again = CallLog(path)
-    assert (
-        sorted(again.calls) == [1, 2, 3]
-        and again.answer_of(2).body == b"two"
-        and again.call_of(3).body == b"\3" * 9
-    )
+    assert sorted(again.calls) == [1, 2, 3]
+    assert again.answer_of(2).body == b"two"
+    assert again.call_of(3).body == b"\3" * 9
     assert path.read_bytes() == whole
     path.write_bytes(whole[:40] + b"?" + whole[41:])
     with pytest.raises(CorruptFileError, match="damaged"):

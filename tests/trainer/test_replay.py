@@ -20,6 +20,7 @@ from rl.run_dir.paths import BranchOrigin, RunDir, numbered
 from rl.run_dir.safetensors import HASH
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
+from rl.trainer.departure import Departure
 from rl.trainer.determinism import ARITHMETIC, differing_conditions
 from rl.trainer.replay import LINES, compare
 from rl.trainer.store.threads import RankThreads
@@ -39,7 +40,7 @@ def make_config(root, model, **trainer) -> RLConfig:
 def train_here(config, world):
     """The trainer's life in this process."""
     status = Status(config.run_dir.status("trainer"), "trainer")
-    trainer = start(config, world, config.model.name, status)
+    trainer = start(config, world, config.model.name, status, Departure())
     train(trainer)
     status.close()
     return trainer

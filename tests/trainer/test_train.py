@@ -19,6 +19,7 @@ from rl.models.tiny import make_tiny_model
 from rl.run_dir.status import Status
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import fill_blocks
+from rl.trainer.departure import Departure
 from rl.trainer.loss.common import compute_loss
 from rl.trainer.loss.losses import loss_function
 from rl.trainer.measure.statistics import Statistics, TokenColumns
@@ -132,7 +133,7 @@ def started(root, folder, world, dtype="bfloat16", **trainer):
     """A run that is about to train random samples."""
     config = run_config(root, folder, 2, dtype, data={"fake": {}}, **trainer)
     status = Status(config.run_dir.status("trainer"), "trainer")
-    found = start(config, world, str(folder), status)
+    found = start(config, world, str(folder), status, Departure())
     status.close()
     return found
 

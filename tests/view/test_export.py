@@ -5,7 +5,6 @@ import json
 import re
 import socket
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -25,7 +24,7 @@ from tests.view.made import make_runs
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     return make_runs(tmp_path_factory.mktemp("export"))
 
 
@@ -130,7 +129,7 @@ def test_no_place_and_no_name_of_a_machine_leaves_it(tmp_path, monkeypatch):
     assert "node17 is a word, /usr/lib/x.so a file, ~/x is not" in shown
 
 
-def recorded(path: Path) -> dict:
+def recorded(path):
     """What a page has in place of a server."""
     (data,) = re.findall(
         r'<script type="application/json" id="recorded">(.*?)</script>', path.read_text(), re.DOTALL
@@ -142,11 +141,9 @@ def test_a_timeline_for_perfetto(place, tmp_path, capsys, priority):
     assert view([str(place / "first"), "--export", str(tmp_path / "trace.json")], Children()) == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
-    assert (
-        len(spans) == 12
-        and {event["dur"] for event in spans} == {3e6}
-        and "ui.perfetto.dev" in capsys.readouterr().out
-    )
+    assert len(spans) == 12
+    assert {event["dur"] for event in spans} == {3e6}
+    assert "ui.perfetto.dev" in capsys.readouterr().out
     assert priority == [19]
 
 

@@ -2,16 +2,13 @@
 hides no other."""
 
 import os
-from pathlib import Path
 
 import pytest
 
 from rl.models.tiny import byte_tokenizer
 from rl.records.run import Run
-from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Span
 from rl.view.library import Library
-from rl.view.responses import RunRow
 from rl.view.rollouts import Wanted
 from rl.view.server import Handlers
 from rl.view.tokens import piece
@@ -20,7 +17,7 @@ from tests.view.made import write_numbers
 from tests.view.privileges import denied
 
 
-def made(root: Path, steps: int = 4) -> RunDir:
+def made(root, steps=4):
     """A run of some steps."""
     run_dir = make_run(root)
     write_numbers(run_dir, [0.5] * steps)
@@ -28,7 +25,7 @@ def made(root: Path, steps: int = 4) -> RunDir:
     return run_dir
 
 
-def rows(handlers: Handlers) -> dict[str, RunRow]:
+def rows(handlers):
     return {row.key: row for row in handlers.runs().runs}
 
 
@@ -46,15 +43,14 @@ def test_a_number_that_is_none_costs_itself_alone(tmp_path, line):
     row = rows(handlers)["x"]
     assert (row.state, row.step) == ("stopped", 6) and row.seconds < 60
     (series,) = handlers.curves(run=["x"], name=["loss/mean"]).series
-    assert (series.steps[-1], series.values[-1]) == (6, 0.25) and Run(files.root).metrics(
-        kind="columns"
-    )["step"].max() == 6
+    assert (series.steps[-1], series.values[-1]) == (6, 0.25)
+    assert Run(files.root).metrics(kind="columns")["step"].max() == 6
 
 
 def test_a_fault_of_the_page_is_no_damage_of_a_run(tmp_path, monkeypatch):
     made(tmp_path / "x")
 
-    def faulty(*_: object) -> RunRow:
+    def faulty(*_):
         raise TypeError("a fault")
 
     monkeypatch.setattr("rl.view.runs.run_row", faulty)
@@ -107,10 +103,8 @@ def test_what_may_not_be_read_is_said_in_its_own_row(tmp_path):
         handlers = Handlers(Library([tmp_path]))
         answer = handlers.runs()
         found = {row.key: row for row in answer.runs}
-        assert (
-            found.keys() == {"good", *names} - {"folder"}
-            and answer.folders == f"{tmp_path} (no permission to read: {shut['folder']})"
-        )
+        assert found.keys() == {"good", *names} - {"folder"}
+        assert answer.folders == f"{tmp_path} (no permission to read: {shut['folder']})"
         assert found["good"].step == 4
         for name in ("config", "status", "metrics", "sources", "events", "evals"):
             row, health = found[name], handlers.health(name)

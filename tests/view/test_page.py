@@ -3,10 +3,8 @@ rollout becomes more than text."""
 
 import shutil
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -31,7 +29,7 @@ from tests.view.serving import serving
 FITS = "document.documentElement.scrollWidth <= innerWidth"
 
 
-def leave(tab: Tab) -> None:
+def leave(tab):
     """To the list of runs, until nothing more is asked of a run that goes."""
     tab.go("#/runs")
     tab.page.wait_for_selector(".runs tbody tr")
@@ -52,25 +50,25 @@ PAGES = {
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     return make_runs(tmp_path_factory.mktemp("page"))
 
 
 @pytest.fixture(scope="module")
-def links(place) -> Iterator[list[str]]:
+def links(place):
     with serving(place) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def opened(browser, links) -> Iterator[Tab]:
+def opened(browser, links):
     found = Tab(browser, links)
     yield found
     found.close()
 
 
 @pytest.fixture
-def tab(opened) -> Iterator[Tab]:
+def tab(opened):
     """One tab for all tests: to open one takes a second."""
     yield opened
     assert not opened.faults and opened.page.evaluate("window.hacked") is None
@@ -81,12 +79,12 @@ def test_the_cookie_is_sent_to_no_other_server_of_this_host(tab):
     sent = list[tuple[str, str | None]]()
 
     class Other(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             sent.append((self.path, self.headers["cookie"]))
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
@@ -96,9 +94,8 @@ def test_the_cookie_is_sent_to_no_other_server_of_this_host(tab):
             page.goto(f"http://127.0.0.1:{server.server_port}/{path}")
         page.close()
         server.shutdown()
-    assert {cookie for _, cookie in sent} == {None} and {"/", "/api/runs", "/page/"} <= {
-        path for path, _ in sent
-    }
+    assert {cookie for _, cookie in sent} == {None}
+    assert {"/", "/api/runs", "/page/"} <= {path for path, _ in sent}
 
 
 def test_the_address_no_longer_has_the_link_and_runs_are_listed(tab):
@@ -174,9 +171,8 @@ def test_of_many_runs_each_has_a_row_and_the_best_is_in_sight(tab, place):
             "!!document.querySelector('.chart .reading')"
         )
         learned = tab.page.locator(".compared table").last
-        assert learned.locator("tbody tr").count() == 6 and learned.locator(
-            "td.best"
-        ).all_inner_texts() == ["0.810"]
+        assert learned.locator("tbody tr").count() == 6
+        assert learned.locator("td.best").all_inner_texts() == ["0.810"]
         assert tab.page.evaluate(FITS)
     assert "many5" in learned.locator("tr", has=tab.page.locator("td.best")).inner_text()
     assert "4 of 6 runs" in tab.text(".chart .reading")
@@ -405,9 +401,8 @@ def test_a_table_shows_the_machines_of_a_cluster(tab, place):
 def test_how_a_run_died_is_said_once_with_code_as_code(tab):
     tab.go("#/health?run=first&process=trainer")
     assert "ValueError" in tab.text(".verdict") and "`" not in tab.page.inner_text("main")
-    assert tab.page.inner_text("main").count("the run ended") == 1 and "--resume" in tab.text(
-        ".verdict code"
-    )
+    assert tab.page.inner_text("main").count("the run ended") == 1
+    assert "--resume" in tab.text(".verdict code")
     assert tab.page.locator(".verdict .evidence a").inner_text() == "logs/trainer-1.log"
     assert not tab.page.locator(".lines li", has_text="ValueError").count(), "the log is below"
     tab.until(
@@ -451,10 +446,8 @@ def test_the_row_of_a_link_is_in_sight_and_else_the_first_is_open(tab, place):
         tab.page.get_by_role("button", name="training").click()
         tab.until("location.hash.includes('at=4') && !document.querySelector('.fault')")
         tab.go("#/tasks?run=first&env=sums&task=7&step=99")
-        assert (
-            "nothing shows what it changed" in tab.text(".detail .note")
-            and not tab.page.locator(".side").count()
-        )
+        assert "nothing shows what it changed" in tab.text(".detail .note")
+        assert not tab.page.locator(".side").count()
         assert "2 + 2" in tab.text(".tasks .snippet")
     finally:
         leave(tab)
@@ -544,11 +537,9 @@ def test_a_number_of_an_address_that_is_none_is_said_to_be_none(tab):
             "JSON.stringify([...document.querySelectorAll('.fault')].map(one => "
             f"one.innerText)) === JSON.stringify({said})"
         )
-    assert (
-        tab.count(".then") == 0
-        and tab.page.get_by_role("button", name="Whole run").count() == 0
-        and "smoothed" not in tab.text("main")
-    )
+    assert tab.count(".then") == 0
+    assert tab.page.get_by_role("button", name="Whole run").count() == 0
+    assert "smoothed" not in tab.text("main")
     leave(tab)
     # which is its answer
     tab.faults[:] = [fault for fault in tab.faults if "400 (Bad Request)" not in fault]
@@ -598,12 +589,12 @@ def test_an_exported_list_has_the_rows_of_the_servers_in_their_order(tab, tmp_pa
     content = msgspec.json.decode(msgspec.json.encode(recorded("x", library.run("x"), 20 << 20)[0]))
     handlers, routes = Handlers(library), {route.name: route for route in ROUTES}
 
-    def of_server(name: str, values: dict) -> dict:
+    def of_server(name, values):
         pairs = [(key, str(value).lower()) for key, value in values.items()]
         answer = msgspec.to_builtins(routes[name].ask(handlers, QueryParams(pairs)))
         return {key: answer[key] for key in ("total", "rows", "sorts", "facets") if key in answer}
 
-    def of_file(name: str, values: dict) -> dict:
+    def of_file(name, values):
         return tab.page.evaluate(
             "([all, name, values]) => import('./page/recorded.js')"
             ".then((m) => m.recordedAnswer(all, name, values)).catch(String)",

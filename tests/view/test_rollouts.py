@@ -9,7 +9,7 @@ from rl.wire.rollouts import Group
 from tests.records.made import make_run, rollout, write_step
 
 
-def explained(place, groups: list[Group], **settings) -> list[str]:
+def explained(place, groups, **settings):
     """The explanations of all rollouts of the groups, which step 1 settles."""
     run_dir = make_run(place / "run", **settings)
     write_step(run_dir, 1, groups)
@@ -21,9 +21,7 @@ def explained(place, groups: list[Group], **settings) -> list[str]:
     return [explanation(row, rows, run) for rows in of_group for row in rows]
 
 
-def of_agents(
-    group_id: int, *rewards: float, trainable: tuple[str, ...] = ("solver", "rival")
-) -> Group:
+def of_agents(group_id, *rewards, trainable=("solver", "rival")):
     """A judged group of two episodes with a solver, a rival and a judge each; their rewards in
     this order."""
     agents = ["solver", "rival", "judge"] * 2

@@ -8,7 +8,6 @@ import pytest
 from rl.launch.children import Children
 from rl.records.run import Run
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.view.library import Library
 from rl.view.main import main as view
@@ -19,7 +18,7 @@ from tests.records.made import make_run
 
 
 @pytest.fixture
-def server(tmp_path) -> RunDir:
+def server(tmp_path):
     """`outputs/serve-x` with two models, of which the first was trained, and a folder that is no
     model."""
     server = make_run(tmp_path / "outputs" / "serve-x", serve={}, orchestrator={})

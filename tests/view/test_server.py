@@ -8,7 +8,6 @@ import socket
 import subprocess
 import time
 from hashlib import sha256
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,7 +20,7 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.records.run import Run
 from rl.run_dir.access_token import link
 from rl.run_dir.metrics import SECTIONS, MetricsLog
-from rl.run_dir.paths import BranchOrigin, RunDir
+from rl.run_dir.paths import BranchOrigin
 from rl.run_dir.spans import Gauges, Span
 from rl.run_dir.status import Phase, RoleStatus, RunEnd, write_status
 from rl.system import linux, process_table
@@ -50,11 +49,11 @@ HOST = "127.0.0.1:8411"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
+def place(tmp_path_factory):
     return make_runs(tmp_path_factory.mktemp("view"))
 
 
-def guarded(library: Library) -> tuple[TestClient, list[str]]:
+def guarded(library):
     """A browser that was not let in yet, and the links that were printed so far."""
     links = list[str]()
     note_link = lambda number: links.append(link(SECRET, f"http://{HOST}/", number))  # noqa: E731
@@ -62,14 +61,14 @@ def guarded(library: Library) -> tuple[TestClient, list[str]]:
     return TestClient(gate, base_url=f"http://{HOST}"), links
 
 
-def let_in(library: Library) -> TestClient:
+def let_in(library):
     found, links = guarded(library)
     enter(found, links[0])
     return found
 
 
 @pytest.fixture(scope="module")
-def client(place) -> TestClient:
+def client(place):
     """A browser that was let in."""
     return let_in(Library([place]))
 
@@ -80,10 +79,10 @@ def ask(place):
     return asking(Handlers(Library([place])))
 
 
-def asking(handlers: Handlers):
+def asking(handlers):
     routes = {route.name: route for route in ROUTES}
 
-    def ask(route: str, run: object = "first", **values: object):
+    def ask(route, run="first", **values):
         values |= {} if route == "runs" else {"run": run}
         pairs = [
             (name, str(each))
@@ -146,12 +145,12 @@ def test_a_branch_is_compared_as_one_and_environments_at_equal_shares(tmp_path):
         assert [name[7:] for name in metrics if name.startswith("reward/")] == names
 
 
-def write_metrics(files: RunDir, *lines: dict) -> None:
+def write_metrics(files, *lines):
     with files.metrics.open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def deaths(handlers: Handlers, **axis: str) -> list[responses.CurveMark]:
+def deaths(handlers, **axis):
     marks = handlers.curves(run=["x"], **axis).marks
     return [mark for mark in marks if mark.kind in ("death", "restart")]
 
@@ -170,9 +169,8 @@ def test_a_link_lets_one_browser_in_and_the_next_one_another(place):
     # who only looks whether it is there does not use it
     assert first.head(links[0]).status_code == 401 and len(links) == 1
     answer = enter(first, links[0])
-    assert (
-        first.get("/api/runs").status_code == first.get("/").status_code == 200 and len(links) == 2
-    )
+    assert first.get("/api/runs").status_code == first.get("/").status_code == 200
+    assert len(links) == 2
     assert second.get(links[0]).status_code == 401 and not second.cookies and len(links) == 2
     enter(second, links[1])
     assert second.get("/api/runs").status_code == 200 and len({*links}) == 3
@@ -180,9 +178,9 @@ def test_a_link_lets_one_browser_in_and_the_next_one_another(place):
     name, value, folder = re.match(
         r"(rl_view_\w{8})=(\w{32}); HttpOnly; Path=(/\w{32}/); SameSite=strict$", cookie
     ).groups()
-    assert (
-        folder == first.base_url.path and value not in folder and SECRET not in answer.text + cookie
-    )
+    assert folder == first.base_url.path
+    assert value not in folder
+    assert SECRET not in answer.text + cookie
     first.cookies.clear()
     first.cookies.set(name, value[:-1] + "x")
     assert first.get("/api/runs").status_code == 401
@@ -241,10 +239,8 @@ def test_a_metric_that_is_none_is_told_and_one_that_is_not_there_yet_is_not(clie
 def test_only_runs_that_are_shown_are_opened(client, key):
     answer = client.get("/api/health", params={"run": key})
     assert answer.status_code in (400, 404) and "lines" not in answer.text
-    assert (
-        client.get("/page/../server.py").status_code in (401, 404)
-        and client.get("/page/%2e%2e/server.py").status_code == 404
-    )
+    assert client.get("/page/../server.py").status_code in (401, 404)
+    assert client.get("/page/%2e%2e/server.py").status_code == 404
 
 
 def test_the_same_answer_twice_is_sent_once(client):
@@ -345,7 +341,8 @@ def test_the_words_of_tokens_are_those_of_a_model_that_is_here_and_nothing_is_fe
     files = make_run(tmp_path / "x", model={"name": "owner/big"})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     found, note = tokens.tokenizer_of(Run(files.root))
-    assert found is None and note.startswith(
+    assert found is None
+    assert note.startswith(
         "tokens are shown by their ids: the tokenizer of owner/big is neither on this "
         "machine nor in "
     )
@@ -403,7 +400,7 @@ def test_nobody_is_said_to_do_nothing_while_a_step_is_trained(alone):
     note(files, now - 99, "start")
     note(files, now - 95, "start", "inference")
 
-    def status(phase: Phase, since: float) -> list[tuple[float, float]]:
+    def status(phase, since):
         fields = {"pid": 1, "host": "elsewhere", "step": 1, "heartbeat": now}
         fields |= {"waiting_for": phase.waits_for, "since": now + since - 100}
         write_status(files.status("trainer"), RoleStatus(process="trainer", phase=phase, **fields))
@@ -439,7 +436,7 @@ def test_of_many_equal_spans_as_many_are_shown_as_may_be(alone, monkeypatch):
 
 
 def test_reading_a_run_leaves_it_as_it_is(ask, place):
-    def looks() -> str:
+    def looks():
         files = sorted(path for path in (place / "first").rglob("*") if path.is_file())
         return sha256(
             b"".join(
@@ -474,7 +471,7 @@ def test_the_state_of_a_run_is_followed(alone, monkeypatch):
     monkeypatch.setattr(runs, "LIVE_S", 0.0)
     (files, handlers), said = alone, []
 
-    def state() -> None:
+    def state():
         (row,) = handlers.runs().runs
         assert row.state == handlers.health(run="x").state
         said.append((row.state, row.why))
@@ -560,9 +557,8 @@ def test_a_bar_of_the_histogram_finds_what_it_counts(alone):
         if count:
             lowest, highest = (float(json.loads(json.dumps(end))) for end in ends)
             assert handlers.rollouts(Wanted(run="x", lowest=lowest, highest=highest)).total == count
-    assert (
-        sum(histogram.counts) == 14 and histogram.ranges.count([]) == histogram.counts.count(0) > 0
-    )
+    assert sum(histogram.counts) == 14
+    assert histogram.ranges.count([]) == histogram.counts.count(0) > 0
 
 
 def test_a_long_curve_says_that_it_is_means_and_has_every_step_when_it_is_zoomed(alone):
@@ -595,7 +591,7 @@ def test_a_step_that_was_trained_once_more_stands_where_it_was_trained_first(alo
     batch = {"source": "orchestrator", "reward/mean": 0.5}
     step = {"source": "trainer", "loss/mean": 0.1}
 
-    def lines(n: int, time: float) -> list[dict]:
+    def lines(n, time):
         return [{"step": n, "time": time, **batch}, {"step": n, "time": time + 5, **step}]
 
     write_metrics(files, *(line for n in (1, 2, 3) for line in lines(n, 1000.0 + 10 * n)))

@@ -4,14 +4,12 @@ again."""
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from rl.records.run import Run
 from rl.run_dir import metrics
 from rl.run_dir.metrics import MetricsLog
-from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Gauges, Span
 from rl.system.errors import RunError
 from rl.view.library import Library
@@ -23,7 +21,7 @@ from tests.view.made import write_numbers
 SPANS = 3000
 
 
-def made(root: Path, steps: int = 4, answer: str = "four") -> RunDir:
+def made(root, steps=4, answer="four"):
     """A run with spans of two processes."""
     run_dir = make_run(root)
     write_numbers(run_dir, [0.5] * steps)
@@ -45,7 +43,7 @@ def test_a_run_that_is_being_read_keeps_no_other_waiting(tmp_path):
     before = handlers.runs()
     held, done = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with handlers._reading(["slow"]):
             held.set()
             done.wait(20)
@@ -78,7 +76,7 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     before = handlers.runs().runs[0].step
     parsed, real = [], metrics.parse_line
 
-    def parse(line: bytes, *more: object) -> object:
+    def parse(line, *more):
         parsed.append(line)
         return real(line, *more)
 
@@ -87,11 +85,9 @@ def test_metrics_are_parsed_once_for_rows_and_health(tmp_path, monkeypatch):
     for _ in range(3):
         health = handlers.health(run="x")
     assert handlers.timeline(run="x").note.startswith("no spans of this time are here")
-    assert (
-        parsed == []
-        and health.lines[0].startswith("step 50 of 9")
-        and "2.0 s per step" in health.lines[0]
-    )
+    assert parsed == []
+    assert health.lines[0].startswith("step 50 of 9")
+    assert "2.0 s per step" in health.lines[0]
     MetricsLog(files.metrics, "trainer").write(51, {"loss/mean": 0.5})
     assert handlers.health(run="x").lines[0].startswith("step 51 of 9") and len(parsed) == 1
     assert (before, handlers.runs().runs[0].step, len(parsed)) == (50, 51, 1)
@@ -101,10 +97,8 @@ def test_a_run_that_was_replaced_is_another_one(tmp_path):
     """Its metrics, rollouts and settings are those of the new one, whose files may have the same
     numbers and sizes."""
     files, handlers = made(tmp_path / "x"), Handlers(Library([tmp_path]))
-    assert (
-        handlers.runs().runs[0].step == 4
-        and handlers.rollouts(Wanted(run="x", q="four")).total == 2
-    )
+    assert handlers.runs().runs[0].step == 4
+    assert handlers.rollouts(Wanted(run="x", q="four")).total == 2
     files.root.rename(tmp_path / ".away")
     made(tmp_path / "x", steps=2, answer="five")
     assert handlers.runs().runs[0].step == 2

@@ -312,8 +312,7 @@ class PlaySession:
         repeated for every retry."""
         settings = self.config.orchestrator
         limits = [
-            entry.timeout_s or settings.rollout_timeout_s
-            for entry in [*settings.environment, *settings.eval]
+            entry.timeout_s or settings.rollout_timeout_s for entry in settings.entries.values()
         ]
         return 2 * max(limits) * (settings.rollout_retries + 1) + 60.0
 

@@ -18,7 +18,13 @@ from rl.config.loss import (
     GspoConfig,
     PolicyGradientConfig,
 )
-from rl.config.orchestrator import EnvConfig, EnvSource, NoCreditConfig, OrchestratorConfig
+from rl.config.orchestrator import (
+    EnvConfig,
+    EnvSource,
+    EvalConfig,
+    NoCreditConfig,
+    OrchestratorConfig,
+)
 from rl.config.plan import cluster_faults
 from rl.config.run import LENGTH, TRUNCATIONS, RLConfig
 from rl.config.tinker import service_loss
@@ -70,11 +76,8 @@ def tinker_faults(config: RLConfig) -> Iterator[tuple[str, str]]:
             "orchestrator.inference_urls",
             "the service samples, so there are no servers: leave it out",
         )
-    for name in ("token_mask", "sequence_mask", "geometric_mask"):
-        if getattr(loss, name) != EVERYTHING:
-            yield f"trainer.loss.{name}", LACKS
-    for name in ("kl_coefficient", "entropy_coefficient"):
-        if getattr(loss, name):
+    for name in (*MASKS, "kl_coefficient", "entropy_coefficient"):
+        if getattr(loss, name) not in (EVERYTHING, 0.0):
             yield f"trainer.loss.{name}", LACKS
     if service_loss(loss) is None:
         if isinstance(loss, ClipConfig | GspoConfig):
@@ -84,10 +87,18 @@ def tinker_faults(config: RLConfig) -> Iterator[tuple[str, str]]:
         else:
             names = "policy_gradient, clip, cispo, gspo or cross_entropy"
             yield "trainer.loss.type", f"is not among the losses of the Tinker API: {names}"
-    for i, env in enumerate(played.environment):
-        key = f"orchestrator.environment.{i}"
-        for name, value in config.sampling_of(env).items():
-            prefix = key if name in env.sampling.model_fields_set else "orchestrator"
+    for key, entry in played.entries.items():
+        if entry.head_server:
+            yield (
+                f"{key}.head_server",
+                "NeMo Gym asks a server of ours for chats: use the local backend",
+            )
+        if isinstance(entry, EvalConfig):
+            if entry.sampling.min_p is not None:
+                yield f"{key}.sampling.min_p", LACKS
+            continue
+        for name, value in config.sampling_of(entry).items():
+            prefix = key if name in entry.sampling.model_fields_set else "orchestrator"
             if name in TRUNCATIONS:
                 yield (
                     f"{prefix}.sampling.{name}",
@@ -98,18 +109,8 @@ def tinker_faults(config: RLConfig) -> Iterator[tuple[str, str]]:
                     f"{prefix}.sampling.temperature",
                     "the Tinker API trains at temperature 1 alone: set it to 1.0",
                 )
-        if env.teacher or played.teacher:
-            yield f"{key if env.teacher else 'orchestrator'}.teacher", LACKS
-    for kind, entries in (("environment", played.environment), ("eval", played.eval)):
-        for i, entry in enumerate(entries):
-            key = f"orchestrator.{kind}.{i}"
-            if entry.head_server:
-                yield (
-                    f"{key}.head_server",
-                    "NeMo Gym asks a server of ours for chats: use the local backend",
-                )
-            if kind == "eval" and entry.sampling.min_p is not None:
-                yield f"{key}.sampling.min_p", LACKS
+        if entry.teacher or played.teacher:
+            yield f"{key if entry.teacher else 'orchestrator'}.teacher", LACKS
 
 
 Problem = tuple[str, str]
@@ -237,21 +238,19 @@ def check_played(config: RLConfig) -> Iterator[Problem]:
             "leaves no room for a prompt in model.max_model_len = "
             f"{config.model.max_model_len}; lower it or raise that",
         )
-    for kind, entries in (("environment", settings.environment), ("eval", settings.eval)):
-        labels: set[str] = set()
-        for i, entry in enumerate(entries):
-            key = f"orchestrator.{kind}.{i}"
-            yield from check_source(key, entry)
-            if entry.label in labels:  # labels name metrics and files
-                yield f"{key}.name", f"{entry.label} is already taken; give each entry its own name"
-            labels.add(entry.label)
-            for env in settings.environment if kind == "eval" else ():
-                if env.label == f"eval-{entry.label}" and env.source != entry.source:
-                    yield (
-                        f"{key}.name",
-                        f"names its workers {env.label}, like those of a training environment; "
-                        "give it another name",
-                    )
+    labels: set[tuple[type, str]] = set()
+    for key, entry in settings.entries.items():
+        yield from check_source(key, entry)
+        if (type(entry), entry.label) in labels:  # labels name metrics and files
+            yield f"{key}.name", f"{entry.label} is already taken; give each entry its own name"
+        labels.add((type(entry), entry.label))
+        for env in settings.environment if isinstance(entry, EvalConfig) else ():
+            if env.label == f"eval-{entry.label}" and env.source != entry.source:
+                yield (
+                    f"{key}.name",
+                    f"names its workers {env.label}, like those of a training environment; "
+                    "give it another name",
+                )
     yield from check_credit(config)
 
 

@@ -396,11 +396,18 @@ class OrchestratorConfig(Settings):
         return self.batch_size * (1 + self.max_off_policy_steps)
 
     @property
+    def entries(self) -> "dict[str, EnvConfig | EvalConfig]":
+        """The environments and evaluations, by the keys of their sections."""
+        return {
+            f"orchestrator.{kind}.{i}": entry
+            for kind, entries in (("environment", self.environment), ("eval", self.eval))
+            for i, entry in enumerate(entries)
+        }
+
+    @property
     def env_ids(self) -> list[str]:
         """Ids of the environments that must be installed: those without their own interpreter."""
-        return [
-            entry.id for entry in [*self.environment, *self.eval] if entry.id and not entry.python
-        ]
+        return [entry.id for entry in self.entries.values() if entry.id and not entry.python]
 
     def model_post_init(self, _context: object) -> None:
         trained = {env.dataset for env in self.environment}

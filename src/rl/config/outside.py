@@ -37,28 +37,24 @@ def outside_faults(config: RLConfig) -> Iterator[Fault]:
     """Yields data sets and functions that are missing; one named by several entries is reported
     once."""
     seen = set()
-    for kind, entries in (
-        ("environment", config.orchestrator.environment),
-        ("eval", config.orchestrator.eval),
-    ):
-        for i, entry in enumerate(entries if config.plays else ()):
-            # The rows of a NeMo Gym server are made with it, possibly after the configuration.
-            named: dict[str, Callable[[str], str]] = (
-                {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
-            )
-            # that interpreter may have modules that this one lacks
-            elsewhere = entry.python or entry.requirements
-            if not elsewhere or ".py:" in (entry.reward or ""):
-                named["reward"] = find_fault
-            for key, find in named.items():
-                value = getattr(entry, key)
-                if value and (fault := find(value)) and (value, fault) not in seen:
-                    seen.add((value, fault))
-                    yield f"orchestrator.{kind}.{i}.{key}", value, fault
-            for key, table in (("args", entry.args), ("set_kwargs", entry.set_kwargs)):
-                for name, value in table.items():
-                    if fault := argument_fault(value):
-                        yield f"orchestrator.{kind}.{i}.{key}.{name}", value, fault
+    for section, entry in config.orchestrator.entries.items() if config.plays else ():
+        # The rows of a NeMo Gym server are made with it, possibly after the configuration.
+        named: dict[str, Callable[[str], str]] = (
+            {} if entry.head_server else {"dataset": rows_fault, "eval_dataset": rows_fault}
+        )
+        # that interpreter may have modules that this one lacks
+        elsewhere = entry.python or entry.requirements
+        if not elsewhere or ".py:" in (entry.reward or ""):
+            named["reward"] = find_fault
+        for key, find in named.items():
+            value = getattr(entry, key)
+            if value and (fault := find(value)) and (value, fault) not in seen:
+                seen.add((value, fault))
+                yield f"{section}.{key}", value, fault
+        for key, table in (("args", entry.args), ("set_kwargs", entry.set_kwargs)):
+            for name, value in table.items():
+                if fault := argument_fault(value):
+                    yield f"{section}.{key}.{name}", value, fault
     if config.recorded and not matching(config.recorded.rollouts):
         yield (
             "recorded.rollouts",

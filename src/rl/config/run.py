@@ -351,7 +351,7 @@ def shrink(config: RLConfig) -> RLConfig:
     settings.batch_size = QUICK_GROUPS * largest
     settings.replace_no_signal = False  # the trial does not test whether the task is too hard
     settings.sampling.max_tokens = min(settings.sampling.max_tokens, QUICK_TOKENS)
-    for entry in [*settings.environment, *settings.eval]:
+    for entry in settings.entries.values():
         entry.sampling.max_tokens = (
             min(entry.sampling.max_tokens, QUICK_TOKENS) if entry.sampling.max_tokens else None
         )

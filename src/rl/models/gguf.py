@@ -23,20 +23,10 @@ def gguf_of_package(name: str) -> Path | None:
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
     """Writes a GGUF model of Llama type to `folder` as a bfloat16 Hugging Face model with its
-    tokenizer.
-
-    The weights are copied into a new model, because the loaded one would be saved in its quantised
-    form.
-    """
+    tokenizer."""
     import torch
     from tokenizers import pre_tokenizers
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GgufConfig,
-        LlamaConfig,
-        LlamaForCausalLM,
-    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # GGUF drops the first of SmolLM2's two pre-tokenizers, which makes each digit a token.
@@ -44,18 +34,15 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), byte_level]
     )
-    loaded = AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
-        dtype=torch.float32,
+        dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    fields = loaded.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "_model_name_or_path", "dtype"):
-        fields.pop(key, None)
-    fields["rms_norm_eps"] = round(fields["rms_norm_eps"], 9)  # float32 in the file: 9.99999974e-06
-    model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
+    del model.config._model_name_or_path
+    # float32 in the file: 9.99999974e-06
+    model.config.rms_norm_eps = round(model.config.rms_norm_eps, 9)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

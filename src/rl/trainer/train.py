@@ -411,15 +411,10 @@ def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: Worl
 
 
 def start(
-    config: RLConfig,
-    world: World,
-    base: str,
-    status: Status,
-    departure: Departure | None = None,
+    config: RLConfig, world: World, base: str, status: Status, departure: Departure
 ) -> Trainer:
-    """Loads the model, and the newest checkpoint if there is one. `departure`: by default one that
-    never begins."""
-    departure, batches_from = departure or Departure(), config.batches_from
+    """Loads the model, and the newest checkpoint if there is one."""
+    batches_from = config.batches_from
     settings, run_dir, replay = config.trainer, config.run_dir, config.trainer.data.replay
     # the run whose checkpoints and batches are read
     trained = RunDir(Path(replay.run), Path(replay.weights)) if replay else run_dir

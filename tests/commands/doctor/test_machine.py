@@ -17,7 +17,6 @@ import pytest
 
 from rl.commands.doctor import configuration, machine
 from rl.commands.doctor.main import main
-from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
 from rl.system import linux
@@ -34,19 +33,17 @@ def test_this_machine_passes(tmp_path, capsys, monkeypatch):
     assert main(["--no-smoke"], Children()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[6:18].strip() for line in lines] == [
-        *(
-            "versions",
-            "cores",
-            "memory",
-            "GPUs",
-            "ports",
-            "files",
-            "shm",
-            "disk",
-            "disk speed",
-            "locks",
-            "clock",
-        )
+        "versions",
+        "cores",
+        "memory",
+        "GPUs",
+        "ports",
+        "files",
+        "shm",
+        "disk",
+        "disk speed",
+        "locks",
+        "clock",
     ]
     assert all(line.startswith(("ok  ", "warn")) for line in lines)
     assert lines[0].startswith("ok    versions     python 3.") and "vllm" in lines[0]
@@ -164,7 +161,7 @@ def test_what_a_file_system_lacks(tmp_path, monkeypatch, name, patch, level, sai
 # A configuration ----------------------------------------------------------------------------------
 
 
-def config_of(tmp_path, *more) -> RLConfig:
+def config_of(tmp_path, *more):
     line = f"--output_dir {tmp_path} --name x --orchestrator.environment.id none"
     return made(line, *more)
 
@@ -175,7 +172,8 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     config.run_dir.config.parent.mkdir()
     config.run_dir.config.touch()  # the user's own
     found = configuration.run_directory(config)
-    assert found.level == "FAIL" and found.text.endswith(
+    assert found.level == "FAIL"
+    assert found.text.endswith(
         "x is not a run directory, and has config.toml; choose another --name"
     )
     config.run_dir.batch(1).parent.mkdir()
@@ -184,16 +182,12 @@ def test_run_directory_devices_and_network(tmp_path, monkeypatch):
     assert configuration.division(config).level == "ok"
     assert [check.level for check in configuration.exposed(config)] == ["ok"]
     wide = config_of(tmp_path, "--trainer.cpus 4096 --inference.host 0.0.0.0")
-    assert (
-        configuration.division(wide).level == "FAIL"
-        and "trainer.cpus = 4096 there are " in configuration.division(wide).text
-    )
+    assert configuration.division(wide).level == "FAIL"
+    assert "trainer.cpus = 4096 there are " in configuration.division(wide).text
     assert [check.level for check in configuration.exposed(wide)] == ["warn"]
     monkeypatch.setenv("RL_TOKEN", "short")
-    assert (
-        levels(configuration.exposed(wide)) == {"network": "warn"}
-        and next(iter(configuration.exposed(wide))).level == "FAIL"
-    )
+    assert levels(configuration.exposed(wide)) == {"network": "warn"}
+    assert next(iter(configuration.exposed(wide))).level == "FAIL"
 
 
 def test_servers_that_a_run_needs(tmp_path):

@@ -51,9 +51,8 @@ def test_a_configuration_and_the_smoke(tmp_path):
         if line.startswith(("ok  ", "warn"))
     }
     assert lines["run"] == f"{tmp_path}/outputs/x is free" and lines["model"] == f"{model}: {model}"
-    assert lines["memory"].startswith("0M weights need about ") and lines["disk"].startswith(
-        "up to "
-    )
+    assert lines["memory"].startswith("0M weights need about ")
+    assert lines["disk"].startswith("up to ")
     assert lines["environment"] == "say-digit: 4 training examples, 2 for evaluation"
     assert re.fullmatch(
         r"3 steps on 1 CPU rank, \d+ ms per step; [\d.]+ s including startup", lines["FSDP"]
@@ -104,10 +103,8 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
         {"model": {"name": str(model), "max_model_len": 24}, "orchestrator": orchestrator}
     )
     (found,) = configuration.environments(config, model, tmp_path / "work", children)
-    assert (
-        found.level == "FAIL"
-        and "orchestrator.sampling.max_tokens = 8 exceed model.max_model_len = 24" in found.text
-    )
+    assert found.level == "FAIL"
+    assert "orchestrator.sampling.max_tokens = 8 exceed model.max_model_len = 24" in found.text
 
     @asynccontextmanager
     async def loaded(*_args, **_options):
@@ -119,9 +116,8 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
         for check in configuration.environments(config, None, tmp_path / "work", children)
     }
     levels = {"environment": "ok", "template": "warn", "tasks": "FAIL", "prompts": "warn"}
-    assert {name: check.level for name, check in found.items()} == levels and found[
-        "template"
-    ].text.startswith("no end: give the ")
+    assert {name: check.level for name, check in found.items()} == levels
+    assert found["template"].text.startswith("no end: give the ")
 
 
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
@@ -180,18 +176,14 @@ def test_parity_of_a_model(tmp_path):
     found = doctor(f"--parity {model} --dtype float32 --tokens 24 --model.max_model_len 256")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
-    assert (
-        lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)"
-        and lines[-1] == "  trainer and inference agree"
-    )
+    assert lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)"
+    assert lines[-1] == "  trainer and inference agree"
     for line, temperature in zip(lines[2:4], (1.0, 0.7), strict=True):
         cells = [float(cell) for cell in line.split()[:5]]
-        assert (
-            cells[0] == temperature
-            and cells[1] > 50
-            and cells[2] <= cells[3] < 1e-4
-            and cells[4] < 1e-8
-        )
+        assert cells[0] == temperature
+        assert cells[1] > 50
+        assert cells[2] <= cells[3] < 1e-4
+        assert cells[4] < 1e-8
 
 
 def test_a_parity_that_passes_above_its_limit_says_why(capsys):

@@ -111,7 +111,7 @@ def exposed(config: RLConfig) -> Iterable[Check]:
 def servers(config: RLConfig) -> Iterable[Check]:
     """Checks the servers that the run uses but does not start."""
     orchestrator = config.orchestrator
-    envs = [*orchestrator.environment, *orchestrator.eval]
+    envs = orchestrator.entries.values()
     teachers = [orchestrator.teacher, *(env.teacher for env in orchestrator.environment)]
     named = [("orchestrator.inference_urls", url) for url in orchestrator.inference_urls]
     named += [("the teacher's base_url", teacher.base_url) for teacher in teachers if teacher]
@@ -204,7 +204,7 @@ def environments(
     measured.
     """
     config = config.model_copy(deep=True)
-    for entry in [*config.orchestrator.environment, *config.orchestrator.eval]:
+    for entry in config.orchestrator.entries.values():
         entry.workers = 1
 
     async def load() -> dict[str, Ready]:

@@ -38,6 +38,8 @@ from rl.wire.batch_file import check_given
 from rl.wire.rollouts import Group
 from rl.wire.transport import TrainerServer
 
+log = logging.getLogger(__name__)
+
 EXAMPLE = (
     '{"task": 3, "reward": 1.0, "messages": [...], "turns": [{"prompt_ids": [...], '
     '"completion_ids": [...], ...}]}'
@@ -91,7 +93,9 @@ def read(config: RLConfig, model_path: str, first_group: int) -> RecordedRollout
     convert = Converter(config, model_path, vocab_size(Path(model_path)))
     groups: dict[Any, Group] = {}
     tasks: dict[tuple[str, Any], int] = {}
-    episodes: dict[tuple[int, Any], Episode] = {}
+    numbers: dict[tuple[int, Any], int] = {}
+    firsts: dict[tuple[tuple[int, Any], str, Any], str] = {}
+    sizes = Counter[tuple[int, Any]]()
     heats: dict[int, tuple[float, str]] = {}
     prompts: dict[tuple[int, str, bool], Any] = {}
     for path in files:
@@ -132,15 +136,19 @@ def read(config: RLConfig, model_path: str, first_group: int) -> RecordedRollout
                         "have another prompt than the first of their task: give rows of "
                         "several environments their `env`"
                     ] += 1
-                key_of_episode = (
-                    group.group_id,
-                    where if line.sample is None else (str(path), line.sample),
-                )
-                episode = episodes.setdefault(
-                    key_of_episode, Episode(len({rollout.episode for rollout in group.rollouts}))
-                )
-                episode.add(line, where)
-                rollout.episode = episode.number
+                sample = where if line.sample is None else (str(path), line.sample)
+                episode = group.group_id, sample
+                first = firsts.setdefault((episode, line.agent, line.rollout_id), where)
+                # rows of verifiers, and episodes that say how many lines they have, may have
+                # several of one agent
+                if first != where and sizes[episode] >= line.agents:
+                    raise RunError(
+                        f"{where}: sample: {line.sample!r} of agent {line.agent!r} is in {first} "
+                        "already; did two programs write the file? Give each rollout a sample of "
+                        "its own"
+                    )
+                sizes[episode] += 1
+                rollout.episode = numbers.setdefault(episode, group.num_episodes)
                 group.rollouts.append(rollout)
                 recording.places.setdefault(group.group_id, []).append(where)
     recording.groups, recording.counts = list(groups.values()), convert.counts
@@ -176,30 +184,6 @@ def temperature(line: RecordedLine, config: RLConfig, where: str) -> float:
             "trainer can score its tokens"
         )
     return heat
-
-
-class Episode:
-    """The lines of an episode so far."""
-
-    def __init__(self, number: int):
-        self.number, self.size = number, 0
-        self.firsts: dict[tuple[str, int | str | None], str] = {}
-        """(agent, rollout_id) -> place of the first line."""
-
-    def add(self, line: RecordedLine, where: str) -> None:
-        """Raises RunError for a second line of the same rollout. Rows of verifiers, and episodes
-        that say how many lines they have, may have several of one agent."""
-        first = self.firsts.setdefault((line.agent, line.rollout_id), where)
-        if first != where and self.size >= line.agents:
-            remedy = "did two programs write the file? Give each rollout a sample of its own"
-            raise RunError(
-                f"{where}: sample: {line.sample!r} of agent {line.agent!r} is in {first} "
-                f"already; {remedy}"
-            )
-        self.size += 1
-
-
-log = logging.getLogger(__name__)
 
 
 # The run ------------------------------------------------------------------------------------------
