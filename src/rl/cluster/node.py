@@ -319,7 +319,9 @@ class Node:
         name, share = f"inference-node{self.index}", self.share.inference
         words = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config)]
         variables = share.env | self.environment | {SERVER_NAME: name}
-        return Role(name, [*words, *self.share.flags], variables, share.cores, leaves_copy=True)
+        return Role(
+            name, [*words, *self.share.vllm_flags], variables, share.cores, leaves_copy=True
+        )
 
     def is_prepared(self) -> bool:
         """Returns whether the run's config.toml is that of this start. Raises RunError if
