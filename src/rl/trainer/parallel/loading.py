@@ -230,7 +230,8 @@ class Reader:
                     self.place(module, name, parameter)
             elif list(parameter.shape) == shape:
                 self.place(module, name, parameter, mixed and slices[key].get_dtype() == "F32")
-        if not model.config.get_text_config().tie_word_embeddings and known.isdisjoint(of_head):
+        # what is tied, transformers knows: a model's config and that of its text may differ in it
+        if known.isdisjoint(of_head) and of_head.isdisjoint(model.all_tied_weights_keys):
             refuse_missing(model, of_head)
 
     def place(
