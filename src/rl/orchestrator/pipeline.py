@@ -242,15 +242,20 @@ class Pipeline:
         self.progress.newest, self.pending.groups = step, waiting
         # the trainer needs only the batch, not the files written below, which follow from it
         await self.progress.notify()
-        await asyncio.to_thread(self.pending.rewrite)
-        await asyncio.to_thread(self.files.metrics.write, step, state.metrics)
-        await asyncio.to_thread(self.files.put_away, step)
+        await asyncio.to_thread(self._write_rest, step, state.metrics)
         log.info(
             "batch %d: %d rollouts trained, reward %.3f",
             step,
             state.metrics["rollouts/trained"],
             state.metrics["reward/mean"],
         )
+
+    def _write_rest(self, step: int, metrics: dict[str, float]) -> None:
+        """Writes what follows from a batch. All of it in one thread: the end of a run, which may
+        come meanwhile, stops the loops between two."""
+        self.pending.rewrite()
+        self.files.metrics.write(step, metrics)
+        self.files.put_away(step)
 
     def _check_learning(self) -> None:
         """Ends a run in which everything fails, or that has nothing left to learn from."""

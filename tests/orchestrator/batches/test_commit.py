@@ -7,7 +7,9 @@ import math
 import random
 import sys
 import tempfile
+import threading
 import time
+from asyncio import to_thread
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -328,6 +330,32 @@ def test_a_run_that_ended_without_any_signal_can_be_resumed_once_the_cause_is_fi
     for _ in range(4):
         play(one, 0.0, 1.0)
     assert one.progress.newest == 2
+
+
+def test_what_follows_from_a_batch_is_written_if_the_run_ends_meanwhile(tmp_path, monkeypatch):
+    """The end of a run stops the loops: the newest step had no line in metrics.jsonl."""
+    world = World(tmp_path, random.Random(0))
+    one = world.started()
+    pending = one.pipeline.pending
+    now(one.pipeline.add([world.rewarded(one.source.next(["a"]), 0.0, 1.0) for _ in range(2)]))
+    rewrite, begun, go_on = pending.rewrite, threading.Event(), threading.Event()
+
+    def slow_rewrite():
+        begun.set()
+        go_on.wait(10)
+        rewrite()
+
+    async def end():
+        committing = asyncio.create_task(one.pipeline.commit_full_batches())
+        await asyncio.to_thread(begun.wait, 10)
+        committing.cancel()
+        go_on.set()
+        await asyncio.wait([committing])
+
+    pending.rewrite = slow_rewrite
+    monkeypatch.setattr(asyncio, "to_thread", to_thread)
+    asyncio.run(end())
+    assert [*read_metrics(one.pipeline.run_dir.metrics)] == [(1, "orchestrator")]
 
 
 def test_the_batch_that_a_branch_begins_with_is_none_of_its_own_numbers(tmp_path):
