@@ -56,21 +56,18 @@ class Beside:
 
     def __init__(
         self,
-        name: str,
-        arguments: list[str],
-        env: dict[str, str],
         run_dir: RunDir,
         children: Children,
         say: Callable[[str], None],
         loss: str,
+        name: str,
+        *words: str,
+        **env: str,
     ):
-        """`arguments`: those of Python. `loss`: what the user is told when it ends early."""
+        """`loss`: what the user is told when it ends early. `words`: its module and arguments."""
         self.children, self.say, self.loss = children, say, loss
-        self.child: Child | None = None
-        try:
-            self.child = children.start(name, [*PYTHON, *arguments], env, run_dir.logs)
-        except OSError as error:
-            say(f"warning: {loss} ({error})")
+        command = [*PYTHON, "-m", *words]
+        self.child: Child | None = children.start(name, command, env, run_dir.logs)
 
     def poll(self) -> None:
         """Reports an early end."""
@@ -93,19 +90,9 @@ class Page(Beside):
 
     def __init__(self, run_dir: RunDir, children: Children, say: Callable[[str], None]):
         self.secret, self.told = page_secret(run_dir.status_dir), ""
-        arguments, env = (
-            ["-m", "rl.main", "view", str(run_dir.root), "--beside"],
-            {PAGE_VARIABLE: self.secret},
-        )
-        super().__init__(
-            "view",
-            arguments,
-            env,
-            run_dir,
-            children,
-            say,
-            "the page of --view has ended, the run continues",
-        )
+        loss, root = "the page of --view has ended, the run continues", str(run_dir.root)
+        words, env = ("rl.main", "view", root, "--beside"), {PAGE_VARIABLE: self.secret}
+        super().__init__(run_dir, children, say, loss, "view", *words, **env)
 
     def poll(self) -> None:
         """Prints a new link, or that the page has ended."""
@@ -126,15 +113,8 @@ def start_curves(
     loss = (
         f"{run_dir.curves} is out of date: drawing it failed; it is drawn again when the run ends"
     )
-    return Beside(
-        "curves",
-        ["-m", "rl.launch.curves", str(run_dir.root), title],
-        {},
-        run_dir,
-        children,
-        say,
-        loss,
-    )
+    words = "rl.launch.curves", str(run_dir.root), title
+    return Beside(run_dir, children, say, loss, "curves", *words)
 
 
 POLL_S = 0.2
