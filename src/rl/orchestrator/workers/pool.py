@@ -25,8 +25,8 @@ from rl.orchestrator.groups.group_credit import in_thread
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
     EnvLostError,
-    SentGroup,
     PoolWorker,
+    SentGroup,
     WorkerLauncher,
     kill_reason,
     likely_reason,
