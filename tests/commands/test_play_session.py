@@ -109,7 +109,7 @@ def test_a_worker_that_cannot_be_brought_back():
 
 
 @pytest.mark.parametrize(
-    "more", ["", " --cluster.nodes 4 --cluster.min_trainer_nodes 2 --inference.gpus 2"]
+    "more", ["", " --cluster.nodes 6 --cluster.min_trainer_nodes 2 --inference.gpus 2"]
 )
 def test_a_server_alone_has_all_of_the_box(tmp_path, more):
     """Regression: of a cluster's settings, with trainer.gpus = 0, too few machines trained."""
