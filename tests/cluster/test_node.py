@@ -11,7 +11,7 @@ import pytest
 
 from rl.cluster import node as module
 from rl.cluster.node import START_AGAIN, Node, main, own_share
-from rl.config.command_line import write_config
+from rl.config.command_line import load_config_or_exit, write_config
 from rl.launch.children import FORWARDED_S, Children
 from rl.run_dir.files import write_file
 from rl.run_dir.lease import lease_path
@@ -195,6 +195,21 @@ def test_gpus_of_a_machine(cluster, trainer, inference):
             ["inference"],
             Machine(gpus=["0", "1", "2", "3"], cores=[0], gpu_inference=False),
         )
+
+
+def test_counts_that_divide_the_machines_stay_so_for_a_server(tmp_path, children, monkeypatch):
+    """Regression: flags gave it its own GPUs in their place, by which one machine trains, and
+    min_trainer_nodes was refused."""
+    monkeypatch.setattr(module, "machine", lambda: Machine(gpus=["0", "1"], cores=[0]))
+    cluster = {"nodes": 4, "min_trainer_nodes": 2, "index": 2}
+    config = run_config(tmp_path, cluster, trainer={"gpus": 2}, inference={"gpus": 2})
+    write_config(config.run_dir.config, config)
+    node = Node(config, 2, children)
+    words = node.server_role().command
+    started, _ = load_config_or_exit(words[words.index("@") :], "inference")
+    assert started.trainer.gpus == started.inference.gpus == 2
+    assert started.inference.vllm == {"data_parallel_size": 2}
+    node.finish(0)
 
 
 SAVES = """

@@ -258,6 +258,23 @@ def test_a_model_with_another_name_and_the_same_weights_is_no_other_setting(plac
     assert [note.split()[1] for note in notes[1:]] == ["model.name:"]
 
 
+def test_a_length_that_the_start_has_shortened_is_no_other_setting(place):
+    """Regression: `--resume` with the same file was refused, after the first start had written
+    what the model has."""
+    model = place.tmp / "model"
+    model.mkdir()
+    args = ("--model.name", str(model), "--model.max_model_len")
+    (model / "config.json").write_text('{"max_position_embeddings": 1024}')
+    save_file({"w": np.zeros(4, np.float32)}, model / "model.safetensors")
+    place(*args, "1024")
+    place.fill(1, (1,))
+    place(*args, "2048", resume=-1)
+    assert from_toml(place.run_dir.config).model.max_model_len == 1024
+    place(*args, "512", clean=True)
+    place.fill(1, (1,))
+    assert "model.max_model_len: 512 -> 2048" in place.fails(*args, "2048", resume=-1)
+
+
 def test_a_start_that_was_interrupted_before_config_toml_can_be_repeated(place):
     place.run_dir.status("x").parent.mkdir(parents=True)
     (place.root / ".config.toml.123.tmp").touch()

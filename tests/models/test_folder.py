@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer, GenerationConfig
 
+from rl.config.cluster import ClusterConfig
 from rl.config.command_line import from_toml, write_config
 from rl.config.run import ModelConfig, RLConfig
 from rl.inference.weight_files import weight_files
@@ -110,6 +111,14 @@ def test_the_default_length_is_that_of_a_model_that_only_the_start_has_loaded(
     monkeypatch.setattr("sys.argv", ["folder", str(tmp_path / "config.toml")])
     runpy.run_path(model_folder.__file__, run_name="__main__")
     assert from_toml(tmp_path / "config.toml").model.max_model_len == 1024
+
+
+def test_the_length_of_a_run_on_a_cluster_stays_as_its_machines_know_it(folder):
+    """Regression: the leader shortened it, and the other machines refused what it had written."""
+    config = run_on(folder, max_model_len=2048)
+    config.cluster = ClusterConfig()
+    with run_error("max_model_len = 2048 is more than the 1024 tokens of the model"):
+        sound_model(config)
 
 
 @pytest.mark.parametrize(

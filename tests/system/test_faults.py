@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -181,3 +182,20 @@ def test_leftovers_of_others_stay(tmp_path):
     assert [path.name for path in clean_leftovers(tmp_path, ours="000008.batch")] == [elsewhere]
     assert len(clean_leftovers(tmp_path, ours="")) == 3
     assert names_below(tmp_path) == {*stay, "000002", mine}
+
+
+def test_leftovers_of_another_user_end_no_command(tmp_path, monkeypatch):
+    """Regression: in /tmp, where commands keep their folders, a file of another user ended them."""
+    names = [f".{i}.{pid_scope()}-99999999-{i}.tmp" for i in (1, 2)]
+    for name in names:
+        (tmp_path / name).touch()
+    unlink = Path.unlink
+
+    def refuses(path, missing_ok):
+        if path.name == names[0]:
+            raise PermissionError(errno.EPERM, "not permitted", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    assert clean_leftovers(tmp_path) == [tmp_path / names[1]]
+    assert names_below(tmp_path) == {names[0]}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, Gemma3Config
 
 from rl.config.trainer import TrainerConfig
 from rl.models.tiny import make_tiny_model
@@ -182,6 +182,22 @@ def test_a_model_without_its_head_is_refused_before_its_weights_are_read(tmp_pat
     monkeypatch.setattr("transformers.modeling_utils.convert_and_load_state_dict_in_model", None)
     with pytest.raises(RunError, match=r"x: its files lack lm_head\.weight, which LlamaFor"):
         load_rows(headless, None)
+
+
+def test_a_head_that_only_the_whole_models_config_ties_is_not_missed(tmp_path):
+    """Regression: it was refused, because the config of the text alone was asked."""
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text = layers | {"vocab_size": 32, "hidden_size": 16, "num_key_value_heads": 1, "head_dim": 8}
+    vision = layers | {"hidden_size": 16, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config=text | {"tie_word_embeddings": False},
+        vision_config=vision,
+        mm_tokens_per_image=1,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = load_rows(tmp_path, None)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ START_AGAIN = 75
 EX_TEMPFAIL of sysexits.h."""
 TELL_S = 45.0
 """Seconds without a leader after which that is said."""
-PREPARED_S = 60.0
+PREPARED_S = 120.0
 """Seconds after which a configuration of the run that is not this machine's will not become so."""
 LEADER_S = 5.0
 """Seconds after SIGTERM in which the leader is to stop the ranks of all machines; after that
@@ -319,7 +319,9 @@ class Node:
         name, share = f"inference-node{self.index}", self.share.inference
         words = [*PYTHON, "-m", "rl.inference.main", "@", str(self.run_dir.config)]
         variables = share.env | self.environment | {SERVER_NAME: name}
-        return Role(name, [*words, *self.share.flags], variables, share.cores, leaves_copy=True)
+        return Role(
+            name, [*words, *self.share.vllm_flags], variables, share.cores, leaves_copy=True
+        )
 
     def is_prepared(self) -> bool:
         """Returns whether the run's config.toml is that of this start. Raises RunError if

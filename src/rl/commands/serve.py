@@ -18,7 +18,7 @@ from rl.config.stored import as_written
 from rl.launch import roles
 from rl.launch.children import Children
 from rl.launch.keeper import Keeper
-from rl.launch.prepare import prepare, refusals
+from rl.launch.prepare import keep_length, prepare, refusals
 from rl.launch.roles import Role
 from rl.launch.run import check_ports, on_this_machine
 from rl.models.folder import resolve_model
@@ -139,7 +139,9 @@ def check_same(config: RLConfig, clean: bool) -> None:
     run_dir = config.run_dir
     if clean or not (run_dir.root / "models").is_dir():
         return
-    if refused := refusals(as_written(run_dir.root), config):
+    stored = as_written(run_dir.root)
+    keep_length(config, stored)
+    if refused := refusals(stored, config):
         remedy = "  choose another --name, or delete what clients have made with --clean"
         raise RunError(
             "\n".join([f"{run_dir.root} was made with other settings:", *refused, remedy])

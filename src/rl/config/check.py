@@ -190,6 +190,7 @@ def check_trainer(config: RLConfig) -> Iterator[Problem]:
         )
     if trainer.router_replay == "engine":
         key = "trainer.router_replay"
+        samples_here = config.batches_from == "orchestrator" and config.starts_inference
         if config.batches_from in ("examples", "fake"):
             yield key, "replays what inference samples, and nothing is sampled here; leave it out"
         elif any(env.head_server for env in played.environment):
@@ -198,7 +199,7 @@ def check_trainer(config: RLConfig) -> Iterator[Problem]:
                 "cannot work with NeMo Gym (head_server), which passes no routes on; set it to "
                 "trainer or off",
             )
-        elif config.inference.gpus == 0:
+        elif samples_here and config.inference.gpus == 0:
             yield (
                 key,
                 "needs routes, but vLLM gives none on CPUs (inference.gpus = 0); set it to "

@@ -67,12 +67,15 @@ class Split:
     def flags(self) -> list[str]:
         """The division as flags of a process. config.toml has what the user asked for, which may
         be divided otherwise at the next start."""
-        values = {
-            "trainer.gpus": self.trainer.gpus or 0,
-            "inference.gpus": self.inference.gpus or 0,
-            **{f"inference.vllm.{key}": value for key, value in self.vllm.items()},
-        }
-        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+        gpus = {"trainer": self.trainer.gpus, "inference": self.inference.gpus}
+        flags = [word for name in gpus for word in (f"--{name}.gpus", str(gpus[name] or 0))]
+        return flags + self.vllm_flags
+
+    @property
+    def vllm_flags(self) -> list[str]:
+        """The engine arguments as flags. A machine of a cluster needs no others: the settings of
+        GPUs may say there how the machines are divided."""
+        return [w for key in self.vllm for w in (f"--inference.vllm.{key}", str(self.vllm[key]))]
 
 
 def pick(

@@ -21,7 +21,7 @@ from typing import Any
 from rl.config.command_line import write_config
 from rl.config.fields import changed_keys, leaves, without_none
 from rl.config.outside import argument_fault
-from rl.config.run import RLConfig
+from rl.config.run import LENGTH, RLConfig, default_length
 from rl.config.stored import as_written
 from rl.launch.repair import repair
 from rl.models.folder import weights_digest
@@ -103,6 +103,8 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         # not all: further servers on other hosts may be writing there
         clean_leftovers(run_dir.status_dir, ours="" if clean else None)
         has_work = run_dir.anything_made()
+        if resume is not None:
+            keep_length(config, as_written(root))
         continues = resume is not None and (
             has_work or resume > 0 or not refusals(as_written(root), config)
         )
@@ -417,6 +419,14 @@ def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
         for key, old, new in changed_keys(stored, config) + edits(config.run_dir, config)
         if not may_change(key) and not moved(config.run_dir, key, old, new)
     ]
+
+
+def keep_length(config: RLConfig, stored: RLConfig) -> None:
+    """Takes the length of the stored configuration if an earlier start has shortened the one that
+    is asked for to what the model has, see rl.models.folder."""
+    asked, shortened = config.model, stored.model.max_model_len
+    if asked.max_model_len == LENGTH and shortened == default_length({"name": asked.name}):
+        asked.max_model_len = shortened
 
 
 def edits(run_dir: RunDir, config: RLConfig) -> list[tuple[str, Any, Any]]:

@@ -367,7 +367,8 @@ def sound_model(config: RLConfig) -> str:
         or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
     ):
         return folder
-    if config.model.max_model_len == LENGTH:  # of a model that was not here
+    # Of a model that was not here. The machines of a cluster know each other by their settings.
+    if config.model.max_model_len == LENGTH and not config.cluster:
         config.model.max_model_len = longest
     elif config.starts_inference and not config.is_remote:
         raise RunError(

@@ -483,13 +483,14 @@ def clean_leftovers(*directories: Path, ours: str | None = None) -> list[Path]:
             if not is_known_dead:
                 continue
             path = directory / name
-            removed.append(path)
-            if match["kind"] == "replaced":
-                restore(path)
-            elif path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            with contextlib.suppress(PermissionError):  # another user's, in a folder of all
+                if match["kind"] == "replaced":
+                    restore(path)
+                elif path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+                removed.append(path)
     return removed
 
 

@@ -289,6 +289,20 @@ def test_settings_without_effect_are_refused(settings, said):
         made(flags)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "--orchestrator.inference_urls http://h:1",
+        "--trainer.data.replay.run o --trainer.data.replay.weights w --trainer.data.replay.until 1",
+    ],
+)
+def test_routes_that_are_not_made_here_need_no_gpu_of_inference(settings):
+    """Regression: `rl` and `rl replay` say --inference.gpus 0 to such a trainer, which refused
+    it."""
+    flags = "--trainer.router_replay engine --orchestrator.environment.id e --inference.gpus 0"
+    made(f"{flags} {settings}")
+
+
 @pytest.mark.parametrize("given", ["engine", "trainer"])
 def test_a_run_with_routes_is_replayed_bit_for_bit(folder, world, tmp_path, given):
     batches = [make_batch(step) for step in range(1, STEPS + 1)]

@@ -19,7 +19,6 @@ from rl.run_dir.files import CorruptFileError
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import RunEnd, read_json
 from rl.system.errors import RunError
-from rl.trainer.sft.tokens import verify_data
 from rl.wire.batch_file import batch_head, check_rollouts, sound_batch
 
 
@@ -29,6 +28,8 @@ def damaged_files(run_dir: RunDir) -> list[str]:
     A version without checksums is not checked. The record of a deleted version is only checked for
     being readable.
     """
+    from rl.trainer.sft.tokens import verify_data  # pyarrow, which nothing else of doctor needs
+
     moves, mirror = "`--resume` moves damaged files away", Mirror()
     weights, digests = numbered(run_dir.weights_dir), numbered(run_dir.digests_dir, ".json")
     records = (

@@ -123,7 +123,7 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
             folder, output_loading_info=True, **arguments
         )
     for name in reader.kept:
-        model.get_parameter(name).file_type = torch.float32  # see layout.dtype_of
+        model.get_parameter(name).file_type = torch.float32  # see image.dtype_of
     # those of a model that was read whole
     for experts in experts_of(model).values() if world and world.experts else ():
         for leaf, parameter in list(experts.named_parameters(recurse=False)):
@@ -230,7 +230,8 @@ class Reader:
                     self.place(module, name, parameter)
             elif list(parameter.shape) == shape:
                 self.place(module, name, parameter, mixed and slices[key].get_dtype() == "F32")
-        if not model.config.get_text_config().tie_word_embeddings and known.isdisjoint(of_head):
+        # what is tied, transformers knows: a model's config and that of its text may differ in it
+        if known.isdisjoint(of_head) and of_head.isdisjoint(model.all_tied_weights_keys):
             refuse_missing(model, of_head)
 
     def place(
