@@ -183,7 +183,7 @@ def trained(
     layout = Layout(0, 1, 4096 * (mode_of(model) != "unpacked"), 64)
     found: list[list[tuple[int, float]]] = [[] for _ in batch.samples]
     for row in pack(batch, [1.0] * len(batch.samples), layout).micro_batches:
-        logprobs = score(model, row, world).logprobs
+        logprobs = score(model, row, world).trainer_logprobs
         (logprobs * row.advantages).sum().backward()
         depths = row.position_ids[row.predictors][row.predictor_of].tolist()
         for sample, depth, value in zip(

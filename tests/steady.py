@@ -6,7 +6,9 @@ Parts that are other processes have their own clocks.
 """
 
 import asyncio
+import gc
 import selectors
+import threading
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -47,6 +49,10 @@ class SteadyLoop(asyncio.SelectorEventLoop):
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Does what asyncio.run does, with a steady clock, which is time.monotonic meanwhile."""
+    if any("_handle_workers" in thread.name for thread in threading.enumerate()):
+        # A pool of threads that an earlier test has left must not end meanwhile: the main thread
+        # would wait for a thread of it that waits, by a clock that the main thread moves.
+        gc.collect()
     with asyncio.Runner(loop_factory=SteadyLoop) as runner, pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", runner.get_loop().time)
         return runner.run(main)

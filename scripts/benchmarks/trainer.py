@@ -84,7 +84,9 @@ def bare_step(folder: str, config: RLConfig, world: World) -> Step:
         timer = Timer(device=world.device)
         for micro_batch in packed.micro_batches:
             batch = micro_batch.to(world.device)
-            loss = -(score(model, batch, world).logprobs * batch.advantages * batch.weights).sum()
+            loss = -(
+                score(model, batch, world).trainer_logprobs * batch.advantages * batch.weights
+            ).sum()
             loss.backward()
         timer.lap("forward_backward")
         for master, weight in zip(masters, weights, strict=True):

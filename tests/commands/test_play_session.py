@@ -108,12 +108,16 @@ def test_a_worker_that_cannot_be_brought_back():
         play(jobs(3), seconds=60, break_pool=True)
 
 
-def test_a_server_alone_has_all_of_the_box(tmp_path):
+@pytest.mark.parametrize(
+    "more", ["", " --cluster.nodes 6 --cluster.min_trainer_nodes 2 --inference.gpus 2"]
+)
+def test_a_server_alone_has_all_of_the_box(tmp_path, more):
+    """Regression: of a cluster's settings, with trainer.gpus = 0, too few machines trained."""
     flags = (
         "--orchestrator.environment.id e --orchestrator.eval.id e --trainer-gpus 1 "
         "--trainer.weights.dir /dev/shm"
     )
-    config = server_config(made(flags), "owner/model", tmp_path / "work")
+    config = server_config(made(flags + more), "owner/model", tmp_path / "work")
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     again = made(f"@{path}")

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl.commands.replay import Verdict, main, plan
-from rl.config.command_line import to_toml
+from rl.commands.replay import Verdict, division_of, main, plan
+from rl.config.command_line import from_toml, to_toml
 from rl.config.trainer import ReplayConfig
 from rl.launch.children import Children
 from rl.models.tiny import make_tiny_model
@@ -19,8 +19,10 @@ from rl.run_dir.checksums import checksum
 from rl.run_dir.files import write_file
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
+from rl.system.machine import Machine
 from rl.wire.batch_file import write_batch
 from tests import jsonl
+from tests.cluster.configs import run_config
 from tests.commands.driver import words
 from tests.families import CONFIGS
 from tests.flags import made
@@ -244,3 +246,18 @@ def test_notes(run_dir, tmp_path):
     with (copy.root / "changes.jsonl").open("a") as file:
         file.write(json.dumps(line)[:40])  # a kill while it was written
     assert len(changes_within(copy, replay, config)) == 1
+
+
+def test_a_run_of_a_cluster_is_replayed_on_this_machine_alone(tmp_path, monkeypatch):
+    """Regression: its own numbers of GPUs, in place of the counts that divided the machines, left
+    fewer of these for training than min_trainer_nodes."""
+    gpus = {"trainer": {"gpus": 2}, "inference": {"gpus": 2}}
+    config = run_config(tmp_path, {"nodes": 4, "min_trainer_nodes": 2}, **gpus)
+    made_by = {"device": "NVIDIA H200", "ranks": 4, "threads": 1}
+    write_file(config.run_dir.digests(1), json.dumps({"made_by": made_by}).encode())
+    box = Machine(gpus=["0", "1", "2", "3"], cores=[0])
+    monkeypatch.setattr("rl.commands.replay.machine", lambda: box)
+    replay = ReplayConfig(run=str(tmp_path), weights="w", until=1)
+    assert division_of(config, config.run_dir, replay).ranks == 4
+    write_file(tmp_path / "again.toml", to_toml(config).encode())
+    assert from_toml(tmp_path / "again.toml").trainer.gpus == 4

@@ -15,7 +15,7 @@ from rl.envs.worker import Worker
 from rl.models.chat import Answer, Message, RendererError, Tool, ToolCall
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import Turn
-from rl.wire.worker_messages import Endpoint, PlayGroup, PolicySpec
+from rl.wire.worker_messages import Endpoint, PlayOrder, PolicySpec
 from tests import steady
 
 END = "\x03"
@@ -143,9 +143,9 @@ class StubPolicy(Policy):
         self.servers = StubServers(reply)
 
 
-def order(task: int = 0, num_episodes: int = 1, split: Any = "train", **sampling: Any) -> PlayGroup:
+def order(task: int = 0, num_episodes: int = 1, split: Any = "train", **sampling: Any) -> PlayOrder:
     sampling = {"max_tokens": 64, "temperature": 1.0} | sampling
-    return PlayGroup(
+    return PlayOrder(
         play_id=0, split=split, task=task, num_episodes=num_episodes, sampling=sampling, session=3
     )
 

@@ -14,7 +14,7 @@ from rl.envs.policy import RolloutError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.messages import VersionSpan
 from rl.wire.turns import answer_digest
-from rl.wire.worker_messages import Endpoint, EnvSpec, PlayGroup, PolicySpec
+from rl.wire.worker_messages import Endpoint, EnvSpec, PlayOrder, PolicySpec
 from tests.models.conversations import assistant, user
 from tests.raised import run_error
 from tests.web import WebServer
@@ -187,7 +187,7 @@ def write_rows(path, *agents):
 
 def order(task=0, **sampling):
     asked = {"temperature": 1.0, "max_tokens": 16} | sampling
-    return PlayGroup(play_id=0, split="train", task=task, num_episodes=1, sampling=asked, session=0)
+    return PlayOrder(play_id=0, split="train", task=task, num_episodes=1, sampling=asked, session=0)
 
 
 def play(tmp_path, gym, *, task=0, agents=("adder",), with_policy=None, sampling=None, **spec):

@@ -12,10 +12,10 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.system.errors import RunError
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
-from rl.wire.worker_messages import MAX_MESSAGE_BYTES, FromWorker, MessageServer, PlayGroup
+from rl.wire.worker_messages import MAX_MESSAGE_BYTES, FromWorker, MessageServer, PlayOrder
 from tests.envs.stub_policy import worker_of
 
-ORDER = PlayGroup(play_id=7, split="train", task=0, num_episodes=2, sampling={}, session=0)
+ORDER = PlayOrder(play_id=7, split="train", task=0, num_episodes=2, sampling={}, session=0)
 
 
 def sent(rollouts, unfinished=0):

@@ -19,7 +19,7 @@ from rl.wire.worker_messages import (
     Heartbeat,
     MessageStream,
     Played,
-    PlayGroup,
+    PlayOrder,
     Ready,
     ToWorker,
     WorkerSetup,
@@ -84,7 +84,7 @@ async def work(setup: WorkerSetup) -> None:
     await pool.send(encode(Ready(100, len(repr(args)))))
     plays: set[asyncio.Task[None]] = set()
 
-    async def play(order: PlayGroup) -> None:
+    async def play(order: PlayOrder) -> None:
         left = [i for i in range(order.num_episodes) if i not in order.done]
 
         async def episode(i: int) -> None:
@@ -112,7 +112,7 @@ async def work(setup: WorkerSetup) -> None:
     while True:
         await pool.send(encode(Heartbeat()))
         match msgspec.msgpack.decode(await pool.receive() or encode(Close()), type=ToWorker):
-            case PlayGroup() as order:
+            case PlayOrder() as order:
                 plays.add(asyncio.create_task(play(order)))
             case Describe() if "deaf" not in args:
                 os._exit(3)

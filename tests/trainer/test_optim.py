@@ -111,7 +111,7 @@ def test_offloaded_moments_travel_once_an_optimizer_step_and_the_bits_are_the_sa
         for _ in range(2):
             with Copies() as passes:
                 for _ in range(2):
-                    score(model, row, world).logprobs.sum().backward()
+                    score(model, row, world).trainer_logprobs.sum().backward()
             with Copies() as step:
                 optimizer.step()
             optimizer.zero_grad()

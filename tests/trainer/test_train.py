@@ -116,7 +116,7 @@ def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_
         statistics.add(batch, total.detach(), scores, terms)
     assert watch.seen == []
     assert (
-        torch.equal(tokens.values[1, batch.token_index], scores.logprobs.detach())
+        torch.equal(tokens.values[1, batch.token_index], scores.trainer_logprobs.detach())
         and tokens.values[0].eq(1).all()
     )
     assert math.isfinite(statistics.total_loss(world)) and all(

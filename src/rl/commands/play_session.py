@@ -154,6 +154,7 @@ def server_config(config: RLConfig, model: str, folder: Path, adapter: str = "")
     """Returns the configuration of a server that has the whole machine, and `folder`, to itself."""
     config = config.model_copy(deep=True)
     config.output_dir, config.name, config.model.name = str(folder), "server", model
+    config.cluster = None
     trainer, orchestrator = config.trainer, config.orchestrator
     trainer.lora, trainer.router_replay, trainer.gpus = None, "off", 0
     trainer.cpus = trainer.ranks = trainer.weights.dir = None

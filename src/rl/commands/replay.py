@@ -196,7 +196,7 @@ def division_of(config: RLConfig, run_dir: RunDir, replay: ReplayConfig) -> devi
     """Returns the devices of the replay, all of this machine: as many ranks and threads as the run
     had, on GPUs if it had any."""
     record = read_json(run_dir.digests(replay.start + 1), dict[str, Any]) or {}
-    config.inference.gpus = 0
+    config.cluster, config.inference.gpus = None, 0
     if not (made_by := record.get("made_by")):
         return devices.split(config, machine())
     on_gpus = machine().gpus and not made_by["device"].startswith("cpu")

@@ -14,7 +14,7 @@ from rl.envs.policy import Policy, RolloutError
 from rl.models.chat import RendererError
 from rl.models.tokenizer import without_row
 from rl.wire.rollouts import Episode, Split
-from rl.wire.worker_messages import PlayGroup
+from rl.wire.worker_messages import PlayOrder
 
 CHECKED_PROMPTS = 64
 """Number of prompts checked against the context length before the run starts."""
@@ -103,7 +103,7 @@ class Environment(Protocol):
     async def close(self) -> None:
         """Stops what `start` started."""
 
-    async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+    async def play(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         """Plays `num_episodes` episodes of a task: all of a group in one call if `scores_groups`,
         else one. A failure is a raised exception (RolloutError for a known cause) or a Rollout with
         `error` and `cause`, never a reward of 0."""

@@ -125,7 +125,7 @@ class Conversation:
 
     policy: Policy
     session: int
-    """As in PlayGroup."""
+    """As in PlayOrder."""
     sampling: dict[str, Any]
     turns: Turns = field(default_factory=Turns)
     history: list[AnsweredTurn] = field(default_factory=list)

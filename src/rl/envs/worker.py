@@ -36,7 +36,7 @@ from rl.wire.worker_messages import (
     LoadFailed,
     MessageStream,
     Played,
-    PlayGroup,
+    PlayOrder,
     Ready,
     ServerSet,
     ToWorker,
@@ -94,7 +94,7 @@ class Worker:
         try:
             while (data := await pool.receive()) is not None:
                 match ORDERS.decode(data):
-                    case PlayGroup() as order:
+                    case PlayOrder() as order:
                         self.plays[order.play_id] = asyncio.create_task(self.play(order, pool))
                     case ServerSet() as server_set if self.policy.endpoint is None:
                         self.policy.servers.follow(server_set)
@@ -133,7 +133,7 @@ class Worker:
             description.tasks.append(msgspec.json.decode(task))
         return description
 
-    async def play(self, order: PlayGroup, pool: MessageStream) -> None:
+    async def play(self, order: PlayOrder, pool: MessageStream) -> None:
         """Plays one group and sends its episodes as they finish; episodes that finish within
         GATHER_S share a message."""
         indices: dict[asyncio.Task[list[Episode]], list[int]] = {}
@@ -164,7 +164,7 @@ class Worker:
                 part.cancel()
         self.plays.pop(order.play_id, None)
 
-    async def play_with_retries(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+    async def play_with_retries(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         """Plays episodes together. If one fails, plays all of them again with fresh state, up to
         `retries` times."""
         for attempt in range(self.setup.retries + 1):
@@ -177,7 +177,7 @@ class Worker:
                 break
         return episodes
 
-    async def play_once(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+    async def play_once(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         """Plays episodes once, in the one broad `except` around rollouts: what an environment
         raises fails the rollout, not the run."""
         from rl.envs.policy import TALKS
@@ -256,7 +256,7 @@ def refuse_logprobs(rollout: Rollout) -> None:
                 return
 
 
-def encode_result(order: PlayGroup, rollouts: list[Rollout], unfinished: int = 0) -> list[bytes]:
+def encode_result(order: PlayOrder, rollouts: list[Rollout], unfinished: int = 0) -> list[bytes]:
     """Encodes the reply to an order: as few Played as have room for all episodes."""
     episodes = [[*episode] for _, episode in groupby(rollouts, lambda rollout: rollout.episode)]
     replies, size = [Played(order.play_id, [])], 0

@@ -102,9 +102,9 @@ class Keeper:
                 ended = attempt.child.exit_code is not None
                 self._read_statuses(state, attempt, all_ranks=bool(slow_s))
                 if ended:
-                    deaths.append(self._ended(state, attempt))
+                    deaths.append(self._handle_exit(state, attempt))
                 else:
-                    deaths.append(self._watch(state, attempt, slow_s))
+                    deaths.append(self._kill_if_silent(state, attempt, slow_s))
         if slow_s:
             self.slow_at = self.clock
             self.children.poll()
@@ -169,7 +169,7 @@ class Keeper:
             self.event("warning", state.name, **about)
             self.say(f"warning: {warning.text}")
 
-    def _watch(self, state: RoleState, attempt: Attempt, slow_s: float) -> Death | None:
+    def _kill_if_silent(self, state: RoleState, attempt: Attempt, slow_s: float) -> Death | None:
         """Notes that a process has come up; kills one that is silent or does not come up, and
         returns its death."""
         child = attempt.child
@@ -196,7 +196,7 @@ class Keeper:
                 f"; {left} do not end, even after SIGKILL: stuck in the kernel, for example in a "
                 "hung file system"
             )
-        return self._died(state, attempt, reason)
+        return self._record_death(state, attempt, reason)
 
     def _silence(self, attempt: Attempt) -> str:
         """Returns why to kill a process that was stopped, or whose heartbeat (or that of another
@@ -251,7 +251,7 @@ class Keeper:
 
     # Deaths ---------------------------------------------------------------------------------------
 
-    def _ended(self, state: RoleState, attempt: Attempt) -> Death | None:
+    def _handle_exit(self, state: RoleState, attempt: Attempt) -> Death | None:
         """Handles the end of a process: a good end, or a death. Raises RunError for a fault that
         a restart does not fix."""
         child, code = attempt.child, attempt.child.exit_code
@@ -271,7 +271,7 @@ class Keeper:
             lines = last_lines(child.log) or [f"the {state.name}: {ending}"]
             # the last line says all
             raise RunError(f"{lines[-1]}\n  the whole log: {child.log}")
-        return self._died(state, attempt, ending + killed_rank(child.log), code)
+        return self._record_death(state, attempt, ending + killed_rank(child.log), code)
 
     def _trainer_code(self, log: Path, code: int) -> int:
         """Returns the exit code of the rank that failed first, because torchrun's agent always
@@ -281,7 +281,7 @@ class Keeper:
             return KILLED
         return told or code
 
-    def _died(
+    def _record_death(
         self, state: RoleState, attempt: Attempt, reason: str, code: int | None = None
     ) -> Death:
         """Records a death and schedules the restart, unless the death is the last one."""

@@ -139,7 +139,7 @@ class Supervisor:
         """Does what a death demands beside the restart. Raises RunError if the process is not
         restarted."""
         if death.role == "trainer" and self.quarantine.repeats(death):
-            raise self._no_poison(death)
+            raise self._same_error_elsewhere(death)
         if not death.verdict:
             self.say(f"  {death.role} {death.reason}, {death.again}")
             if death.role == "trainer":
@@ -172,7 +172,7 @@ class Supervisor:
             self.event("give_up", "trainer", reason=reason)
             raise RunError(f"{reason}.\n{self.keeper.summary()}\n  the logs: {self.run_dir.logs}")
 
-    def _no_poison(self, death: Death) -> RunError:
+    def _same_error_elsewhere(self, death: Death) -> RunError:
         """Returns the error of a run whose trainer dies of the same error with different
         batches."""
         before, last = self.quarantine.in_a_row[0] - 1, self.quarantine.in_a_row[-1]

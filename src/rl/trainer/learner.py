@@ -181,7 +181,7 @@ class AdapterLearner:
                 terms = terms_of(inputs, trained, settings)
                 if backward:
                     terms.sum().backward()
-            logprobs[row.token_index] = scores.logprobs.detach().cpu()
+            logprobs[row.token_index] = scores.trainer_logprobs.detach().cpu()
             losses[row.token_index] = terms.detach().cpu()
         if not bool(losses.isfinite().all()):
             if backward:

@@ -397,7 +397,7 @@ def loss_inputs(batch: MicroBatch, num_samples: int, scores: Scores, world: Worl
         )
 
     return LossInputs(
-        trainer_logprobs=scores.logprobs,
+        trainer_logprobs=scores.trainer_logprobs,
         logprobs=batch.logprobs,
         old_logprobs=batch.old_logprobs,
         advantages=batch.advantages,

@@ -108,7 +108,7 @@ def derived_seed(*names: int | str) -> int:
     return int.from_bytes(blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()) >> 1
 
 
-class PlayGroup(msgspec.Struct, tag=True):
+class PlayOrder(msgspec.Struct, tag=True):
     """Play the `num_episodes` episodes of one task, except those in `done`."""
 
     play_id: int
@@ -125,7 +125,7 @@ class PlayGroup(msgspec.Struct, tag=True):
     """From which the seeds of all requests to the run's servers are derived; None: requests have
     no seed, and every draw differs."""
 
-    def seeded(self, *names: int | str) -> "PlayGroup":
+    def seeded(self, *names: int | str) -> "PlayOrder":
         """Returns the order for a part of this one, with independent draws."""
         return (
             self
@@ -221,7 +221,7 @@ class Description(msgspec.Struct, tag=True):
     tasks: list[dict[str, Any]]
 
 
-ToWorker = ServerSet | PlayGroup | Cancel | Describe | Close
+ToWorker = ServerSet | PlayOrder | Cancel | Describe | Close
 FromWorker = Ready | LoadFailed | Played | Heartbeat | Description
 
 

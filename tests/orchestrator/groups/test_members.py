@@ -18,7 +18,7 @@ from rl.run_dir.status import Status
 from rl.wire.batch_file import decode_batch
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import Turns
-from rl.wire.worker_messages import FromWorker, PlayGroup
+from rl.wire.worker_messages import FromWorker, PlayOrder
 from tests import steady
 from tests.envs.stub_policy import worker_of
 from tests.orchestrator import light_worker
@@ -56,7 +56,7 @@ def sent(env, order):
 
 def test_a_worker_sends_episodes_as_they_finish_and_short_ones_together(monkeypatch):
     monkeypatch.setattr("rl.envs.worker.GATHER_S", 0.2)
-    order = PlayGroup(1, "train", 0, 4, {}, 0)
+    order = PlayOrder(1, "train", 0, 4, {}, 0)
     assert sent(SlowLast(0.6, 0.0, 0.05, 0.0), order) == [([1, 2, 3], 1), ([0], 0)]
     assert sent(SlowLast(0.0, 0.1, 0.0, 0.05), order) == [([0, 1, 2, 3], 0)]
     assert sent(SlowLast(0.0, 0.0), msgspec.structs.replace(order, done=[0, 2])) == [([1, 3], 0)]
@@ -183,7 +183,7 @@ class BreaksItsTalk:
 
 def test_a_failure_that_cannot_be_told_is_one():
     """Regression: the group hung."""
-    assert sent(BreaksItsTalk(), PlayGroup(1, "train", 0, 1, {}, 0)) == [([0], 0)]
+    assert sent(BreaksItsTalk(), PlayOrder(1, "train", 0, 1, {}, 0)) == [([0], 0)]
 
 
 def test_a_failed_member_is_played_again(tmp_path):

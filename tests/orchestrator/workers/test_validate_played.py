@@ -8,7 +8,7 @@ import pytest
 from rl.orchestrator.workers.pool_worker import validate_played
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import MAX_NAME, Rollout, unfit
-from rl.wire.worker_messages import Played, PlayGroup, PolicySpec, ServerSet
+from rl.wire.worker_messages import Played, PlayOrder, PolicySpec, ServerSet
 from tests.orchestrator import light_worker, made
 
 POLICY = PolicySpec(max_model_len=8, vocab_size=10)
@@ -37,7 +37,7 @@ def judged(
 ):
     """Returns why the message is rejected."""
     order, server_set = (
-        PlayGroup(7, split, 0, 3, {}, 0, sorted(finished)),
+        PlayOrder(7, split, 0, 3, {}, 0, sorted(finished)),
         ServerSet([], [], 0, newest),
     )
     try:
@@ -141,7 +141,7 @@ def test_an_evaluation_trains_no_log_probability_and_does_not_mind_one(value):
 def test_an_unknown_vocabulary_and_unknown_versions_are_no_limit():
     policy = PolicySpec(max_model_len=8)
     played = Played(7, rollouts(turns=[turn(completion=[3, 10**6])]))
-    validate_played(played, PlayGroup(7, "train", 0, 3, {}, 0), policy, None)
+    validate_played(played, PlayOrder(7, "train", 0, 3, {}, 0), policy, None)
 
 
 def test_a_worker_of_ours_fails_such_a_rollout_itself():

@@ -216,7 +216,7 @@ def test_memory_of_tensors_that_are_gone_is_free_on_a_cpu():
 def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder, world):
     model, _, _ = learner(tied_folder, world, micro_batch_tokens=128)
     rows = pack_alone(full_batch(1, 128, 65, 259), max_tokens=128).micro_batches
-    assert score(model, rows[0], world).logprobs.shape == (128,)
+    assert score(model, rows[0], world).trainer_logprobs.shape == (128,)
     with pytest.raises(RunError) as error, explain_out_of_memory(model, rows, world):
         torch.empty(1 << 50)
     said = str(error.value)

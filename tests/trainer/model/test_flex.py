@@ -88,9 +88,12 @@ def test_padding_changes_no_number(tied_folder, world):
     found = []
     for each in (row, fill_blocks(row, 1)):
         scores = score(model, each, world)
-        (each.advantages * scores.logprobs).sum().backward()
+        (each.advantages * scores.trainer_logprobs).sum().backward()
         found.append(
-            (scores.logprobs.detach(), [p.grad.full_tensor().clone() for p in model.parameters()])
+            (
+                scores.trainer_logprobs.detach(),
+                [p.grad.full_tensor().clone() for p in model.parameters()],
+            )
         )
         model.zero_grad()
     (logprobs, gradients), (same, as_before) = found

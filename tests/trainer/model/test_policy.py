@@ -63,10 +63,13 @@ def backward(model, world, batch, max_tokens=4096):
     scored = {}
     for row in rows_of(batch, max_tokens):
         scores = score(model, row, world, entropy_gradient=True)
-        (row.advantages * scores.logprobs + ENTROPY * scores.entropies).sum().backward()
+        (row.advantages * scores.trainer_logprobs + ENTROPY * scores.entropies).sum().backward()
         for n, place in enumerate(row.sequences.tolist()):
             depth = int(row.position_ids[row.predictors[row.predictor_of[n]]])
-            scored[place, depth + 1] = (scores.logprobs[n].item(), scores.entropies[n].item())
+            scored[place, depth + 1] = (
+                scores.trainer_logprobs[n].item(),
+                scores.entropies[n].item(),
+            )
     gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
     model.zero_grad()
     return gradients, scored
@@ -191,7 +194,7 @@ def products_and_attentions(folder, world, kind):
             return function(*args, **(kwargs or {}))
 
     with Count():
-        score(model, row, world).logprobs.sum().backward()
+        score(model, row, world).trainer_logprobs.sum().backward()
     return list(counts.values())
 
 
@@ -270,7 +273,9 @@ def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
     packed = packed_batch()
     (batch,) = packed.micro_batches
     first = reference_logprobs(reference, batch, world)
-    assert not first.requires_grad and torch.equal(first, score(policy, batch, world).logprobs)
+    assert not first.requires_grad and torch.equal(
+        first, score(policy, batch, world).trainer_logprobs
+    )
     steps = [
         train_step(
             TrainContext(policy, optimizer, config.trainer, world, reference), packed, 1e-2, Timer()
@@ -278,7 +283,7 @@ def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
         for _ in range(3)
     ]
     assert torch.equal(reference_logprobs(reference, batch, world), first)
-    assert (score(policy, batch, world).logprobs - first).abs().max() > 0.01
+    assert (score(policy, batch, world).trainer_logprobs - first).abs().max() > 0.01
     assert all(step["optim/grad_norm"] > 0 for step in steps)
 
 
@@ -314,10 +319,10 @@ def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, t
     (batch,) = packed_batch().micro_batches
     alone, _, _ = learner_of(other, world)
     assert torch.equal(
-        reference_logprobs(reference, batch, world), score(alone, batch, world).logprobs
+        reference_logprobs(reference, batch, world), score(alone, batch, world).trainer_logprobs
     )
     assert not torch.equal(
-        reference_logprobs(reference, batch, world), score(policy, batch, world).logprobs
+        reference_logprobs(reference, batch, world), score(policy, batch, world).trainer_logprobs
     )
 
 
@@ -335,7 +340,7 @@ def test_what_cannot_be_a_reference(tied_folder, world):
 def scored(model, world, *samples):
     batch = TrainBatch(step=1, samples=list(samples))
     (row,) = pack_alone(batch).micro_batches
-    return score(model, row, world).logprobs[row.sequences == 0]
+    return score(model, row, world).trainer_logprobs[row.sequences == 0]
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(world, tmp_path):

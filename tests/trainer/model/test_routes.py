@@ -52,7 +52,7 @@ def routers_of(model) -> Routers | None:
 def scored(model, batch, world):
     """Log-probabilities, the gradient of their weighted sum, and the routes that were taken."""
     model.zero_grad()
-    logprobs = score(model, batch, world).logprobs
+    logprobs = score(model, batch, world).trainer_logprobs
     (logprobs * batch.advantages).sum().backward()
     routers = routers_of(model)
     return logprobs.detach(), gradients_of(model), routers and routers.taken()
@@ -197,11 +197,11 @@ def test_samples_share_a_prefix_only_where_they_share_its_routes(folder, world):
     found = [
         scores.new_zeros(changed.num_loss_tokens).index_copy(0, row.token_index, scores)
         for row in rows
-        for scores in [score(model, row, world).logprobs.detach()]
+        for scores in [score(model, row, world).trainer_logprobs.detach()]
     ]
     alone = torch.cat(
         [
-            score(model, row, world).logprobs.detach()
+            score(model, row, world).trainer_logprobs.detach()
             for one in changed.samples
             for row in pack_alone(TrainBatch(step=5, samples=[one])).micro_batches
         ]

@@ -170,7 +170,7 @@ def test_what_the_files_hold_in_float32_stays_so(family, world, tmp_path):
         for name, tensor in base.items():
             assert tensors[name].dtype == tensor.dtype and tensors[name].equal(tensor), name
     (row,) = pack_alone(TrainBatch(step=1, samples=make_batch(1).samples[:1])).micro_batches
-    score(model, row, world).logprobs.sum().backward()
+    score(model, row, world).trainer_logprobs.sum().backward()
     gradients = {
         name: parameter.grad for name, parameter in model.named_parameters() if FLOAT32.search(name)
     }

@@ -15,7 +15,7 @@ from rl.envs.policy import Conversation, Policy, RolloutError
 from rl.models.chat import Answer, Message, Tool, chat_call
 from rl.wire.inference_client import PromptTooLongError
 from rl.wire.turns import Turn, Turns
-from rl.wire.worker_messages import Endpoint, PlayGroup
+from rl.wire.worker_messages import Endpoint, PlayOrder
 
 NativeResponse = tuple[int, Turn, Answer]
 """An answer, preceded by its index in the client's turns."""
@@ -89,7 +89,7 @@ class ClassicClient(Client):
     """A verifiers client for one rollout. `turns` holds every answer; a response's id is the
     index of its answer there."""
 
-    def __init__(self, policy: Policy, order: PlayGroup, completion: bool):
+    def __init__(self, policy: Policy, order: PlayOrder, completion: bool):
         super().__init__(policy)  # type: ignore[arg-type]
         self.policy = policy
         self.order = order

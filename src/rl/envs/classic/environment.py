@@ -39,7 +39,7 @@ from rl.run_dir import spans
 from rl.system.functions import Blame, as_number, described, returned
 from rl.wire.rollouts import Episode, Rollout, Split
 from rl.wire.turns import Turns
-from rl.wire.worker_messages import EnvSpec, PlayGroup
+from rl.wire.worker_messages import EnvSpec, PlayOrder
 
 CACHED_TASKS = 256
 """Number of tasks kept in memory: each episode of a group asks for the same task again."""
@@ -198,7 +198,7 @@ class ClassicEnvironment:
         if self.policy.endpoint:
             await self.endpoint_clients[False].close()
 
-    async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+    async def play(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         task = self._task(order.split, order.task)
         plays = await run_together(
             [self._generate(task, order.seeded("member", i)) for i in range(num_episodes)]
@@ -206,7 +206,7 @@ class ClassicEnvironment:
         await self._score(task.env, plays)
         return [[as_rollout(play)] for play in plays]
 
-    async def _generate(self, task: Task, order: PlayGroup) -> Play:
+    async def _generate(self, task: Task, order: PlayOrder) -> Play:
         """Plays up to the scoring. Records a failure with a known cause in the result; raises
         any other."""
         play, endpoint, model = Play(task), self.policy.endpoint, "policy"

@@ -32,7 +32,7 @@ from rl.run_dir.access_token import is_loopback
 from rl.system.errors import RunError
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Episode, Split
-from rl.wire.worker_messages import EnvSpec, PlayGroup
+from rl.wire.worker_messages import EnvSpec, PlayOrder
 
 
 class Row(NamedTuple):
@@ -104,7 +104,7 @@ class NemoGymEnvironment:
     async def close(self) -> None:
         await self.head.close()
 
-    async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+    async def play(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         row = self.rows[order.split][order.task]
         body = request_body(json.loads(row.line), self.spec.args, order.sampling)
         return [await self._episode(row, body) for _ in range(num_episodes)]

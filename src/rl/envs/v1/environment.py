@@ -42,7 +42,7 @@ from rl.system.errors import RunError
 from rl.system.functions import Blame
 from rl.system.terminal import did_you_mean
 from rl.wire.rollouts import Episode, Split
-from rl.wire.worker_messages import EnvSpec, PlayGroup
+from rl.wire.worker_messages import EnvSpec, PlayOrder
 
 TABLES = ("taskset", "env", "eval")
 EVAL_SPLITS = ("eval", "test", "validation", "valid", "val", "dev")
@@ -427,10 +427,10 @@ class V1Environment:
         elif not self.servers.cancelled() and (error := self.servers.exception()):
             log.warning("%s: its servers ended with %r", self.name, error)
 
-    async def play(self, order: PlayGroup, num_episodes: int) -> list[Episode]:
+    async def play(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         return [await self._episode(order.seeded("member", i)) for i in range(num_episodes)]
 
-    async def _episode(self, order: PlayGroup) -> Episode:
+    async def _episode(self, order: PlayOrder) -> Episode:
         """Plays and scores one episode and converts it to rollouts."""
         task = self.tasks[order.split][order.task]
         context = self._context(order)
@@ -455,7 +455,7 @@ class V1Environment:
         await trim_memory_periodically()
         return as_episode(self.env, episode, active)
 
-    def _context(self, order: PlayGroup) -> ModelContext:
+    def _context(self, order: PlayOrder) -> ModelContext:
         """The model of agents without their own endpoint. Our client knows the run's sampling;
         an endpoint gets it here."""
         if self.policy.endpoint is None:
@@ -464,7 +464,7 @@ class V1Environment:
         client = vf.EvalClientConfig(base_url=endpoint.base_url, api_key_var=endpoint.api_key_var)
         return ModelContext(model=endpoint.model, client=client, sampling=sampling)
 
-    def _active_trace(self, trace: vf.Trace, order: PlayGroup) -> ActiveTrace:
+    def _active_trace(self, trace: vf.Trace, order: PlayOrder) -> ActiveTrace:
         """A trace with its conversation. A trained agent's own sampling parameters apply only if
         they are OVERRIDABLE."""
         if self.policy.endpoint is not None:

@@ -25,8 +25,8 @@ from rl.orchestrator.groups.group_credit import in_thread
 from rl.orchestrator.workers.pool_worker import (
     ANSWERS,
     EnvLostError,
-    GroupPlay,
     PoolWorker,
+    SentGroup,
     WorkerLauncher,
     kill_reason,
     likely_reason,
@@ -49,7 +49,7 @@ from rl.wire.worker_messages import (
     LoadFailed,
     MessageServer,
     Played,
-    PlayGroup,
+    PlayOrder,
     Ready,
     ServerSet,
     ToWorker,
@@ -83,7 +83,7 @@ class WorkerPool:
         )
         self.address = f"{self.directory.name}/pool"
         self.workers: dict[str, PoolWorker] = {}
-        self.waiting: dict[str, deque[GroupPlay]] = defaultdict(deque)
+        self.waiting: dict[str, deque[SentGroup]] = defaultdict(deque)
         """Groups that no worker has, by environment; suspects first."""
         self.launcher = WorkerLauncher()
         self.sandbox = WorkerSandbox(Path(self.directory.name), log_dir.parent, self._watch)
@@ -340,10 +340,10 @@ class WorkerPool:
         if env in self.lost:
             raise EnvLostError(f"environment {env}: {self.lost[env]}")
         self.next_play += 1
-        order = PlayGroup(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
+        order = PlayOrder(self.next_play, split, task, num_episodes, sampling, session, seed=seed)
         is_whole = len({rollout.episode for rollout in members}) == num_episodes
         kept = list(members) if is_whole or not self.scores_groups.get(env) else []
-        play = GroupPlay(
+        play = SentGroup(
             order, asyncio.get_running_loop().create_future(), kept, on_members, keeps_last
         )
         if is_whole:
@@ -364,7 +364,7 @@ class WorkerPool:
             if play.done.cancelled():  # the caller was cancelled
                 self._withdraw(env, play)
 
-    def _withdraw(self, env: str, play: GroupPlay) -> None:
+    def _withdraw(self, env: str, play: SentGroup) -> None:
         """Takes a group away from its worker, if one has it."""
         if play in self.waiting[env]:
             self.waiting[env].remove(play)
@@ -454,7 +454,7 @@ class PlayJob:
     label: str = ""
     """The evaluation it is played for, where several share an environment."""
     seed: int | None = None
-    """Seed of its random draws; see PlayGroup."""
+    """Seed of its random draws; see PlayOrder."""
 
 
 async def play_all(

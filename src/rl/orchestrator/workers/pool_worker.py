@@ -46,7 +46,7 @@ from rl.wire.worker_messages import (
     Description,
     FromWorker,
     Played,
-    PlayGroup,
+    PlayOrder,
     PolicySpec,
     Ready,
     ServerSet,
@@ -71,10 +71,10 @@ class EnvLostError(RunError):
 
 
 @dataclass(eq=False)
-class GroupPlay:
+class SentGroup:
     """A group at a worker, and the future of its rollouts."""
 
-    order: PlayGroup
+    order: PlayOrder
     done: "asyncio.Future[list[Rollout]]"
     rollouts: list[Rollout]
     """The rollouts of finished episodes."""
@@ -95,7 +95,7 @@ class GroupPlay:
         if not played.unfinished:
             self.done.set_result(self.rollouts)
 
-    def order_left(self) -> PlayGroup:
+    def order_left(self) -> PlayOrder:
         """Returns the order for the unfinished rest of the group."""
         return msgspec.structs.replace(
             self.order, done=sorted({rollout.episode for rollout in self.rollouts})
@@ -127,7 +127,7 @@ class PoolWorker:
     ready: "asyncio.Future[Ready]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    sent: dict[int, GroupPlay] = field(default_factory=dict)
+    sent: dict[int, SentGroup] = field(default_factory=dict)
     last_message: float = field(default_factory=time.monotonic)
     """Monotonic time of its last message, moved forward by the time in which the pool could not
     read any."""
@@ -373,7 +373,7 @@ MOST_LIKELY = 1e-3
 
 
 def validate_played(
-    played: Played, order: PlayGroup, policy: PolicySpec, server_set: ServerSet | None
+    played: Played, order: PlayOrder, policy: PolicySpec, server_set: ServerSet | None
 ) -> None:
     """Raises msgspec.ValidationError if a worker cannot have played this. `order`: the order for
     the unfinished rest of the group."""

@@ -327,7 +327,9 @@ def validate(
     for batch in batches:
         count += batch.num_loss_tokens
         for micro_batch in pack(batch).micro_batches:
-            total -= score(model, micro_batch.to(world.device), world).logprobs.double().sum()
+            total -= (
+                score(model, micro_batch.to(world.device), world).trainer_logprobs.double().sum()
+            )
     loss = float(world.reduce(total, dist.ReduceOp.SUM)) / count
     return {
         "validation/loss": loss,

@@ -150,7 +150,7 @@ class ParityWatch:
 def differences(model: PreTrainedModel, batch: MicroBatch, world: World) -> Tensor:
     """Returns [N] float32: the trainer's log-probability of each loss token minus inference's,
     in nats."""
-    return score(model, batch, world).logprobs - batch.logprobs
+    return score(model, batch, world).trainer_logprobs - batch.logprobs
 
 
 def main() -> None:

@@ -217,7 +217,7 @@ def try_largest(
         full_batch(world.data_size, row_tokens, config.model.max_model_len, vocab_size)
     ).micro_batches
     with explain_out_of_memory(model, rows, world):
-        score(model, rows[0].to(world.device), world).logprobs.sum().backward()
+        score(model, rows[0].to(world.device), world).trainer_logprobs.sum().backward()
     finish_gradients(model, world)
     optimizer.zero_grad()
     for experts in experts_of(model).values():

@@ -58,7 +58,7 @@ class TokenColumns:
         reference = torch.zeros_like(ones)
         if batch.reference_logprobs is not None:
             reference = batch.reference_logprobs
-        columns = [ones, scores.logprobs, scores.entropies, flags.float(), reference]
+        columns = [ones, scores.trainer_logprobs, scores.entropies, flags.float(), reference]
         old = self.values[:, batch.token_index]
         old[3] += LATER * terms.without_gradient * (old[3] < LATER)
         new = torch.where(old[0] > 0, old, torch.stack(columns))

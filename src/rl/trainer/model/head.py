@@ -152,11 +152,11 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 class Scores:
     """Log-probability and entropy of a micro batch's N loss tokens."""
 
-    logprobs: Tensor  # [N] float32, with gradient
+    trainer_logprobs: Tensor  # [N] float32, with gradient
     entropies: Tensor  # [N] float32, of the distribution that predicts the token
 
 
-class LossHead:
+class ScoringHead:
     """The forward pass of the model's head: log-probabilities and entropies of a micro batch's loss
     tokens instead of logits.
 
@@ -238,7 +238,7 @@ def score(
     A row of an unpacked model must be one sample. Raises RunError if the model does not pass the
     prefix tree on to its attention.
     """
-    head: LossHead = model.get_output_embeddings().forward
+    head: ScoringHead = model.get_output_embeddings().forward
     assert head.mode != "unpacked" or batch.is_chain
     gather = RowGather(len(batch.input_ids), world) if world.context_size > 1 else None
     tree = TreeMask(batch.subtree_ends, batch.position_ids, batch.queries, gather)
@@ -255,5 +255,5 @@ def keep_old(model: PreTrainedModel, micro_batch: MicroBatch, scores: Scores) ->
     """Keeps what the policy that the batch began with has just computed: log-probabilities and,
     with router replay, routes."""
     routers = model.get_output_embeddings().forward.routers
-    micro_batch.old_logprobs = scores.logprobs.detach()
+    micro_batch.old_logprobs = scores.trainer_logprobs.detach()
     micro_batch.routes = routers.taken() if routers else None

@@ -23,7 +23,7 @@ from rl.config.trainer import TrainerConfig
 from rl.models.folder import resolve_model
 from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.model.head import LossHead, score
+from rl.trainer.model.head import ScoringHead, score
 from rl.trainer.model.lora import add_adapters, without_adapters
 from rl.trainer.model.modes import turn_off_randomness, widen_windows
 from rl.trainer.model.routes import Routers
@@ -157,7 +157,7 @@ def load_policy(
     head = model.get_output_embeddings()
     if head is None:
         raise RunError(f"{type(model).__name__} has no language-model head")
-    head.forward = LossHead(head, routers)
+    head.forward = ScoringHead(head, routers)
     rows = LocalShards(model)
     shard_model(model, dtype, world)
     rows.attach_shards(model)
@@ -170,7 +170,7 @@ def reference_logprobs(reference: PreTrainedModel, batch: MicroBatch, world: Wor
     """Returns the log-probability of each loss token, [N] float32 without gradient, by routes of
     its own. Every rank calls this, as for `score`."""
     with without_adapters(reference):
-        return score(reference, replace(batch, routes=None), world).logprobs
+        return score(reference, replace(batch, routes=None), world).trainer_logprobs
 
 
 def load_reference(

@@ -263,7 +263,7 @@ class SelfTest:
         """Returns the largest difference on this rank between what training scores and the row's
         log-probabilities; inf instead of nan."""
         part = localise(row, self.world).to(self.world.device)
-        off = (score(self.model, part, self.world).logprobs - part.logprobs).abs()
+        off = (score(self.model, part, self.world).trainer_logprobs - part.logprobs).abs()
         return float(off.nan_to_num(nan=math.inf).max()) if len(off) else 0.0
 
     def rows(self, alone: Alone, mode: Mode) -> list[MicroBatch]:

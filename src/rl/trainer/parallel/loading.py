@@ -123,7 +123,7 @@ def load_rows(folder: str | Path, world: World | None, **arguments: Any) -> PreT
             folder, output_loading_info=True, **arguments
         )
     for name in reader.kept:
-        model.get_parameter(name).file_type = torch.float32  # see layout.dtype_of
+        model.get_parameter(name).file_type = torch.float32  # see image.dtype_of
     # those of a model that was read whole
     for experts in experts_of(model).values() if world and world.experts else ():
         for leaf, parameter in list(experts.named_parameters(recurse=False)):
