@@ -113,6 +113,19 @@ def test_the_default_length_is_that_of_a_model_that_only_the_start_has_loaded(
     assert from_toml(tmp_path / "config.toml").model.max_model_len == 1024
 
 
+def test_a_shorter_length_that_fits_no_answer_is_not_written(folder, monkeypatch, tmp_path):
+    """Regression: nothing could read the run's config.toml any more."""
+    config = run_on(folder, max_model_len=2048)
+    config.orchestrator.sampling.max_tokens = 1500
+    write_config(tmp_path / "config.toml", config)
+    monkeypatch.setattr("sys.argv", ["folder", str(tmp_path / "config.toml")])
+    with pytest.raises(
+        SystemExit, match=r"max_tokens = 1500 leaves no room .*max_model_len = 1024"
+    ):
+        runpy.run_path(model_folder.__file__, run_name="__main__")
+    assert from_toml(tmp_path / "config.toml").model.max_model_len == 2048
+
+
 def test_the_length_of_a_run_on_a_cluster_stays_as_its_machines_know_it(folder):
     """Regression: the leader shortened it, and the other machines refused what it had written."""
     config = run_on(folder, max_model_len=2048)
