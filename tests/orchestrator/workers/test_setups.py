@@ -70,8 +70,8 @@ def test_what_a_run_refuses_about_its_tasks():
     found = [fault.split(";")[0].split(":")[0] for fault in task_faults(config, ready)]
     assert found == [
         "environment f has no training examples",
-        "eval held has no examples, because its environment has no held-out ones",
+        "eval held has no examples, because its environment has none for it",
         "eval c",
         "eval d has no examples, because its num_examples is 0",
-        "eval e has no examples, because its environment has no held-out ones",
+        "eval e has no examples, because its environment has none for it",
     ]

@@ -104,8 +104,8 @@ def eval_fault(entry: EvalConfig, num_tasks: int | None) -> str:
         )
     if num_tasks == 0:
         return (
-            f"eval {entry.label} has no examples, because its environment has no held-out ones: "
-            "give it some (its args, eval_dataset), evaluate on another environment, or leave the "
+            f"eval {entry.label} has no examples, because its environment has none for it: "
+            "give it held-out ones (its args, eval_dataset), evaluate on another, or leave the "
             "evaluation out"
         )
     if size == 0:
