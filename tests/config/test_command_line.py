@@ -281,15 +281,17 @@ def test_help_is_quick_and_fits_a_screen():
 
 def test_a_reader_that_leaves_is_no_good_end():
     """Else `rl @ run.toml | head` would end with 0, and the run with it."""
-    program = (
-        f"{sys.executable} -c 'import sys; from rl.main import main; sys.exit(main())' --help all"
-    )
-    done = subprocess.run(
-        ["bash", "-c", f"{program} | head -n 1; exit ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    program = "import sys; from rl.main import main; sys.exit(main())"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer) as output:
+        done = subprocess.run(
+            [sys.executable, "-c", program, "--help", "all"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
     assert (done.returncode, done.stderr) == (141, "")
 
 

@@ -48,13 +48,14 @@ def test_a_filled_image_is_a_safetensors_file_for_others(image):
 def test_without_a_file_in_memory_there_is_room_but_nothing_for_others(monkeypatch, capsys):
     """A trainer that the system gives no such file ended at its first step."""
     monkeypatch.setattr(os, "ftruncate", lambda *_: os.open("/nowhere", os.O_RDONLY))
-    files = os.listdir("/proc/self/fd")
+    num_files = len(os.listdir("/proc/self/fd"))
     image = fill(image_like(TENSORS), TENSORS)
     before = image.memory.data_ptr()
     fill(image, TENSORS)
     assert (image.file, image.is_shared) == (None, False) and image.memory.data_ptr() == before
     assert capsys.readouterr().err.count("servers read each version from its folder") == 1
-    assert os.listdir("/proc/self/fd") == files
+    # garbage of other tests may be collected meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= num_files
 
 
 def test_a_file_of_another_place_process_or_descriptor_is_not_opened(image):
