@@ -353,11 +353,11 @@ def tests(bench: Bench) -> None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
     environment |= {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": path}
     names = [
-        "model/test_logprobs",
+        "model/test_head",
         "model/test_attention",
         "model/test_flex",
         "model/test_policy",
-        "test_start",
+        "test_train",
     ]
     for name in names[:1] if bench.tiny else names:
         command = [

@@ -60,7 +60,8 @@ def hold(rank: int, world: World, tensors: dict[str, Tensor], announced: Path) -
     for part in image.slices:
         values = tensors[part.tensor.name].reshape(-1).view(torch.uint8)
         image.bytes_of(part.tensor, part.first, part.end).copy_(values[part.first : part.end])
-    if memory := Registered(image).announce():
+    registered = Registered(image)  # while it lives, others can connect
+    if memory := registered.announce():
         write_file(announced, msgspec.json.encode(memory))
     time.sleep(600)
 

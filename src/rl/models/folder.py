@@ -387,7 +387,8 @@ def vocab_size(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    from rl.config.command_line import build, from_toml, parse_args, write_config
+    from rl.config.command_line import build as build_config
+    from rl.config.command_line import from_toml, parse_args, write_config
 
     name = sys.argv[1] if len(sys.argv) > 1 else ModelConfig().name
     try:
@@ -396,6 +397,6 @@ if __name__ == "__main__":
         print(sound_model(config) if config else resolve_model(ModelConfig(name=name)))
         if config:  # perhaps with a shorter model.max_model_len, for which an answer is too long
             words = [f"@{name}", f"--model.max_model_len={config.model.max_model_len}"]
-            write_config(Path(name), build(parse_args(words)))
+            write_config(Path(name), build_config(parse_args(words)))
     except RunError as fault:
         raise SystemExit(" ".join(str(fault).split())) from None  # `rl` shows the last line
