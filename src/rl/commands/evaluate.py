@@ -132,10 +132,10 @@ def compare(ours: Part, theirs: Part, seed: int) -> dict[str, Difference]:
         return difference(*({task: value(part[task]) for task in common} for part in both), seed)
 
     gaps = {"reward_mean": gap(lambda example: example["reward"])}
-    smallest = min(part[task]["samples"] for part in both for task in common)
+    fewest = min(part[task]["samples"] for part in both for task in common)
     for name in ours["metrics"]:
         prefix, _, k = name.partition("@")
-        if prefix == "pass" and k.isdigit() and int(k) <= smallest and name in theirs["metrics"]:
+        if prefix == "pass" and k.isdigit() and int(k) <= fewest and name in theirs["metrics"]:
             gaps[name] = gap(lambda e, k=int(k): pass_at_k(e["samples"], e["solved"], k))
     return gaps
 

@@ -1,4 +1,5 @@
-"""Divides the GPUs and cores of this machine between trainer and inference, without torch.
+"""Divides the GPUs and cores of this machine between trainer and inference, without torch, and
+mends what vLLM's build for CPUs says of itself.
 
 GPUs are numbered as this process sees them: with CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1, as
 everywhere in CUDA.
