@@ -361,7 +361,8 @@ def run(
     elif code:
         saved, done = max(numbers(run_dir.checkpoints), default=0), loop.console.shown
         if code > 128 and saved < done:
-            say(f"no checkpoint after step {saved}: a resume trains {saved + 1} to {done} again")
+            steps = f"{saved + 1} to {done}" if saved + 1 < done else f"step {done}"
+            say(f"no checkpoint after step {saved}: a resume trains {steps} again")
         say(f"resume with: {again}")
     return code
 
