@@ -90,6 +90,9 @@ def test_vllm_is_asked_for_the_kept_tokens_on_gpus_if_sampling_is_cut(monkeypatc
         )
         args = vllm_arguments(config, str(tmp_path), on_cpu=on_cpu)
         assert args.return_sampling_mask == (top_p < 1 and max_kept > 0 and not on_cpu)
+    config.inference.vllm = {"speculative_config": {"method": "ngram"}}
+    with pytest.raises(ConfigError, match="on CPUs vLLM does not tell with speculative decoding"):
+        vllm_arguments(config, str(tmp_path), on_cpu=True)
     bounded = {(0.0, 0): (1.0, 1), (0.5, 0): (0.5, 97), (0.5, 4): (0.5, 4)}
     for (temperature, top_k), expected in bounded.items():
         params = SamplingParams(temperature=temperature, top_k=top_k)

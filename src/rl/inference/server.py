@@ -303,14 +303,22 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
             )
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
         ours["enable_return_routed_experts"] = True
-    if not on_cpu and config.truncates(vocab_size(Path(model_path)), replayed=True):
+    cuts = config.truncates(vocab_size(Path(model_path)), replayed=True)
+    if cuts and not on_cpu:
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives kept ids
         ours["return_sampling_mask"] = True
     ours |= adapter_arguments(config, model_path, on_cpu)
     settings_of_user = resolve(settings.vllm, "inference.vllm")
     if on_cpu:
         ours |= cpu_defaults(settings_of_user)
-    return parse_engine_args(settings_of_user, ours)
+    args = parse_engine_args(settings_of_user, ours)
+    if cuts and on_cpu and args.speculative_config:
+        raise ConfigError(
+            "trainer.max_kept: on CPUs vLLM does not tell with speculative decoding which tokens "
+            "top_p, top_k or min_p keep: leave inference.vllm.speculative_config or them out, or "
+            "set trainer.max_kept = 0"
+        )
+    return args
 
 
 def serve(config: RLConfig, model_path: str, served: Served, on_cpu: bool) -> int:
