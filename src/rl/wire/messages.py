@@ -1,6 +1,7 @@
 """The messages that trainer and orchestrator exchange, and what clients ask of a server of
 inference: few types, no torch."""
 
+from array import array
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -51,6 +52,16 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
     TOO_MANY: the token cannot be trained."""
     packed_ids: bytes
     """[sum of the positive counts] int32."""
+
+    def __post_init__(self) -> None:
+        ids = len(self.packed_ids) / ITEM_BYTES
+        if len(self.packed_counts) % ITEM_BYTES or sum(self.sizes) != ids:
+            raise ValueError(f"the kept tokens have {ids:g} ids, their counts say otherwise")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of ids at each token, TOO_MANY as 0."""
+        return [max(0, count) for count in array("i", self.packed_counts)]
 
     @property
     def counts(self) -> "np.ndarray":
@@ -110,7 +121,7 @@ class TrainingSample(msgspec.Struct, kw_only=True):
             for column in (
                 self.packed_logprobs,
                 self.packed_teacher,
-                self.kept and self.kept.packed_counts,
+                self.kept.packed_counts if self.kept else None,
             )
             if column is not None
         }
@@ -304,7 +315,16 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     routes: bool = False
     """Return the routes of all tokens but the last."""
+    max_kept: int = 0
+    """If tokens are left out, return those that are kept, up to so many for each sampled token;
+    0: none."""
     prompt_logprobs: bool = False
+
+    def truncates(self, vocab_size: int) -> bool:
+        """Whether tokens are left out of what is sampled."""
+        return self.temperature > 0 and (
+            self.top_p < 1 or 0 < self.top_k < vocab_size or self.min_p > 0
+        )
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
