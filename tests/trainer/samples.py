@@ -21,7 +21,8 @@ from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.trainer.data.packing import Layout, Packed, pack
 from rl.trainer.store import checkpoint
-from rl.wire.messages import KeptTokens, TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.turns import pack_kept
 from tests.wire.samples import aligned, aligned_sample, changed
 
 FLOAT32 = re.compile(r"router\.(weight|bias)|sinks|A_log|dt_bias")
@@ -191,9 +192,7 @@ def plain_scores(model, sample: TrainingSample) -> tuple[torch.Tensor, torch.Ten
 
 def with_kept(sample: TrainingSample, sets: Sequence[Sequence[int]]) -> TrainingSample:
     """A copy whose trained tokens were drawn from these ids; an empty set: from all."""
-    counts, ids = [len(kept) for kept in sets], [token for kept in sets for token in kept]
-    packed = (np.array(column, np.int32).tobytes() for column in (counts, ids))
-    return msgspec.structs.replace(sample, kept=KeptTokens(*packed))
+    return msgspec.structs.replace(sample, kept=pack_kept(sets))
 
 
 def truncated(batch: TrainBatch, seed: int = 0) -> TrainBatch:

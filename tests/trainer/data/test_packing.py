@@ -32,7 +32,7 @@ from rl.trainer.data.packing import (
 from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer
 from rl.trainer.train import TrainContext, train_step
-from rl.wire.messages import KeptTokens, TrainBatch, VersionSpan
+from rl.wire.messages import TrainBatch, VersionSpan
 from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.layouts import gradients_of, weights_of
@@ -198,23 +198,21 @@ def test_every_loss_token_is_there_once_behind_its_own_tokens(rng, ranks, max_to
 
 @pytest.mark.parametrize(
     "sets",
-    [[[7, 8], [7]], [[7, 8, 7], [8]], [[7, 7], [8]], [[7, -1], [8]], [[7], [8, 300]]],
-    ids=["own token missing", "own twice", "own alone twice", "negative", "beyond the model"],
+    [
+        [[7, 8], [7]],
+        [[7, 8, 7], [8]],
+        [[7, 9, 9], []],
+        [[7, -1], [8]],
+        [[7], None],
+        [[7], [8, 300]],
+    ],
+    ids=["not its own", "its own twice", "another twice", "negative", "too many", "beyond"],
 )
 def test_kept_sets_that_no_sampler_can_have_are_refused(world, sets):
     """They would be a wrong number in silence, and beyond the model a device's assertion."""
     batch = batch_of(with_kept(make_sample([A], [7, 8], group=3, rollout=2), sets))
     with pytest.raises(RunError, match="group 3, rollout 2|kept id of 300, but the model has 259"):
         prepare(batch, RLConfig(), world, 64, vocab_size=259)
-
-
-def test_kept_ids_without_counts_are_refused():
-    sample = make_sample([A], [7, 8], rollout=1)
-    for counts, ids in (([1, 2], [7, 8]), ([-1, 3], [7, 8])):
-        columns = (np.array(column, np.int32).tobytes() for column in (counts, ids))
-        sample.kept = KeptTokens(*columns)
-        with pytest.raises(RunError, match="or none that a sampler can have"):
-            packed(batch_of(sample))
 
 
 def costs(batch, ranks, max_tokens):
