@@ -189,23 +189,9 @@ class VersionedEngine(LoadingEngine):
             policy_versions=version_spans(queue.version_starts, len(logprobs)),
             finish_reason=answer.finish_reason,
             routes=routes_of(answer, len(token_ids) + len(logprobs) - 1) if routes else b"",
-            kept=self.kept_tokens(answer, max_kept(params)),
+            kept=kept_of(answer, limit, self.vocab_size) if (limit := max_kept(params)) else None,
             packed_prompt_logprobs=of_prompt(output.prompt_logprobs, token_ids),
         )
-
-    def kept_tokens(self, answer: Any, limit: int) -> KeptTokens | None:
-        """Returns the ids that truncation kept at each token of an answer, if they are asked for.
-        Raises ValueError if vLLM does not give them."""
-        if not limit or not answer.token_ids:
-            return None
-        sets = answer.sampling_mask.token_ids if answer.sampling_mask else []
-        if len(sets) != len(answer.token_ids):
-            raise ValueError(
-                "this server's vLLM does not tell which tokens top_p, top_k or min_p keep "
-                "(on CPUs: with speculative decoding); leave them out, or set trainer.max_kept = 0"
-            )
-        rows = [limited(np.array(ids, np.int32), limit, self.vocab_size) for ids in sets]
-        return pack_kept([None if TOO_MANY in row else row for row in rows])
 
 
 @contextmanager
@@ -237,6 +223,19 @@ def routes_of(answer: Any, count: int) -> bytes:
             "tokens' routes; set trainer.router_replay to trainer or off"
         )
     return routes.tobytes()
+
+
+def kept_of(answer: Any, limit: int, vocab_size: int) -> KeptTokens | None:
+    """Returns up to `limit` ids that truncation kept at each token of an answer. Raises ValueError
+    if vLLM does not give them."""
+    sets = answer.sampling_mask.token_ids if answer.sampling_mask else []
+    if len(sets) != len(answer.token_ids):
+        raise ValueError(
+            "this server's vLLM does not tell which tokens top_p, top_k or min_p keep "
+            "(on CPUs: with speculative decoding); leave them out, or set trainer.max_kept = 0"
+        )
+    rows = [limited(np.array(ids, np.int32), limit, vocab_size) for ids in sets]
+    return pack_kept([None if TOO_MANY in row else row for row in rows])
 
 
 def of_prompt(entries: Any, token_ids: list[int]) -> bytes:
