@@ -211,7 +211,7 @@ def test_every_loss_token_is_there_once_behind_its_own_tokens(rng, ranks, max_to
 def test_kept_sets_that_no_sampler_can_have_are_refused(world, sets):
     """They would be a wrong number in silence, and beyond the model a device's assertion."""
     batch = batch_of(with_kept(make_sample([A], [7, 8], group=3, rollout=2), sets))
-    with pytest.raises(RunError, match="group 3, rollout 2|kept id of 300, but the model has 259"):
+    with pytest.raises(RunError, match=r"group 3, rollout 2|kept id of 300, but the model has 259"):
         prepare(batch, RLConfig(), world, 64, vocab_size=259)
 
 
