@@ -12,6 +12,7 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.system.errors import RunError
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
+from rl.wire.turns import Usage
 from rl.wire.worker_messages import MAX_MESSAGE_BYTES, FromWorker, MessageServer, PlayOrder
 from tests.envs.stub_policy import worker_of
 
@@ -183,6 +184,16 @@ class SometimesNan:
             [Rollout(turns=[turn([-1.0, -1.0])], reward=1.0)],
             [Rollout(turns=[turn([-1.0, -1.0]), turn(values)])],
         ]
+
+
+def test_the_tokens_of_failed_attempts_are_told_once(monkeypatch):
+    """Each attempt has 3 prompts of 1 token and 6 sampled tokens."""
+    monkeypatch.setattr(worker, "RETRY_PAUSE_S", 0.0)
+    for faults, attempts in ((0, 0), (1, 1), (2, 2), (9, 2)):
+        playing = worker_of(SometimesNan(math.nan, faults), retries=2)
+        (first,), (second,) = asyncio.run(playing.play_with_retries(ORDER, 2))
+        assert first.retried == Usage(3 * attempts, 0, 6 * attempts)
+        assert second.retried == Usage() and second.retries == attempts
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, None])

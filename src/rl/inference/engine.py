@@ -185,6 +185,7 @@ class VersionedEngine(LoadingEngine):
             packed_logprobs=pack_logprobs(logprobs),
             policy_versions=version_spans(queue.version_starts, len(logprobs)),
             finish_reason=answer.finish_reason,
+            num_cached=output.num_cached_tokens,
             routes=routes_of(answer, len(token_ids) + len(logprobs) - 1) if routes else b"",
             packed_prompt_logprobs=of_prompt(output.prompt_logprobs, token_ids),
         )

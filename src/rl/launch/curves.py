@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rl.diagnosis.cost import cost_lines
 from rl.diagnosis.environments import played
 from rl.run_dir.files import Fence, LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
@@ -192,6 +193,7 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
             f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens "
             "of the trained version)"
         )
+    report += cost_lines(numbers)
     newest = run_dir.newest_weights()
     paths = {
         "weights": newest[1] if newest else None,

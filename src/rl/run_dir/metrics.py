@@ -459,6 +459,23 @@ TIME = {
     "without a GPU.",
     "perf/mfu": "Model FLOP/s utilisation, on known GPUs in bfloat16 only.",
 }
+COST = {
+    "tokens/prefilled": "Prompt tokens that inference computed for the rollouts that this batch "
+    "settles, trained or not.",
+    "tokens/cached": "Prompt tokens of these rollouts that came from the prefix cache.",
+    "tokens/sampled": "Tokens sampled for these rollouts.",
+    "tokens/dropped_<why>": "Those of them that are not trained, by the `why` of their rollout. "
+    "`retried`: of failed attempts at an episode that was played again.",
+    "tokens/eval/<env>/prefilled": "The same as tokens/prefilled for an evaluation.",
+    "tokens/eval/<env>/cached": "The same as tokens/cached for an evaluation.",
+    "tokens/eval/<env>/sampled": "The same as tokens/sampled for an evaluation.",
+    "tokens/trained": "Loss tokens of the step, each counted once in any number of epochs.",
+    "tokens/batch": "Tokens of the step's samples, prompts included.",
+    "cost/machine_s": "Seconds that the run's machines were up, so far and all together.",
+    "cost/machine_<index>_s": "Those of one machine of a cluster.",
+    "cost/gpu_s": "The same seconds, times the GPUs that the run has on each machine.",
+    "cost/total": "Price of all this so far, by the settings in `cost`.",
+}
 SECTIONS = {
     "Rewards": REWARD,
     "Rollouts, tasks and lag": ROLLOUTS,
@@ -466,23 +483,47 @@ SECTIONS = {
     "Loss and agreement": LOSS,
     "Supervised fine-tuning": SFT,
     "Seconds and throughput": TIME,
+    "What it cost": COST,
 }
 METRICS = {name: what for section in SECTIONS.values() for name, what in section.items()}
+LEFT_OUT = {
+    *("reward/<env>/length_penalty", "rollouts/<env>/filtered", "rollouts/<env>/replaced_groups"),
+    *("rollouts/<env>/stale_groups", "rollouts/<env>/failed_<cause>", "env/<env>/quarantined"),
+    *("tokens/dropped_<why>", "quarantined"),
+}
+"""Metrics that a line leaves out if they are 0."""
 OWN = "Other"
 """The section of the user's own metrics."""
 
 
 @cache
+def patterns() -> list[tuple[str, str, re.Pattern[str]]]:
+    """Returns section, name and pattern of each metric, first those of which most is fixed."""
+
+    def words(match: re.Match[str]) -> str:
+        """An environment's own names may have slashes."""
+        return f"(?P<{match[1]}>{'.+' if match[1] in ('metric', 'agent') else '[^/]+'})"
+
+    known = [
+        (section, name, re.compile(re.sub(r"<(\w+)>", words, re.escape(name))))
+        for section, metrics in SECTIONS.items()
+        for name in metrics
+    ]
+    return sorted(known, key=lambda entry: ("<" in entry[1], -len(re.sub(r"<\w+>", "", entry[1]))))
+
+
+@cache
+def matching(name: str) -> tuple[str, str, dict[str, str]]:
+    """Returns the section of a metric, its name in METRICS, and what the words in angle brackets
+    stand for. The name of a user's own metric is empty."""
+    for section, known, pattern in patterns():
+        if match := pattern.fullmatch(name):
+            return section, known, match.groupdict()
+    return OWN, "", {}
+
+
 def meaning(name: str) -> tuple[str, str]:
     """Returns (section, description) of a metric; the description of a user's own metric is
     empty."""
-    for section, metrics in SECTIONS.items():
-        if name in metrics:
-            return section, metrics[name]
-    for section, metrics in SECTIONS.items():
-        for pattern, what in metrics.items():
-            if "<" in pattern and re.fullmatch(
-                re.sub(r"<\w+>", ".+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern)), name
-            ):
-                return section, what
-    return OWN, ""
+    section, known, _ = matching(name)
+    return section, METRICS.get(known, "")

@@ -12,7 +12,7 @@ after, and nothing has to be compared again.
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -29,6 +29,8 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     policy_versions: list[VersionSpan]
     """Spans of one version over the completion's tokens."""
     finish_reason: str
+    num_cached: int = 0
+    """Number of tokens of the prompt that came from the prefix cache; 0 if that is unknown."""
     packed_prompt: bytes = b""
     routes: bytes = b""
     """Routes of all tokens but the last, with the same number of bytes for each, see
@@ -128,6 +130,8 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     finish_reason: str
     teacher_logprobs: bytes | None = None
     """Those under the teacher."""
+    num_cached: int = 0
+    """See Turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +141,25 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+
+
+class Usage(msgspec.Struct, frozen=True, array_like=True):
+    """Numbers of tokens that inference has processed for turns."""
+
+    prefilled: Count = 0
+    """Of prompts, without those that came from the prefix cache."""
+    cached: Count = 0
+    sampled: Count = 0
+
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(
+            self.prefilled + other.prefilled,
+            self.cached + other.cached,
+            self.sampled + other.sampled,
+        )
 
 
 class Turns(msgspec.Struct, omit_defaults=True, gc=False):
@@ -163,6 +186,8 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 answer.num_tokens
             ):
                 raise ValueError("an answer is outside of its chain, or has no prompt")
+            if not 0 <= answer.num_cached <= answer.start:
+                raise ValueError("more tokens of a prompt were cached than it has")
             if sum(span.num_tokens for span in answer.policy_versions) != answer.num_tokens:
                 raise ValueError("an answer's tokens and policy versions differ in number")
             if answer.teacher_logprobs is not None and len(answer.teacher_logprobs) != len(
@@ -196,8 +221,15 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 turn.packed_logprobs,
                 turn.policy_versions,
                 turn.finish_reason,
+                num_cached=turn.num_cached,
             )
         )
+
+    @property
+    def usage(self) -> Usage:
+        cached = sum(answer.num_cached for answer in self.answers)
+        prompts = sum(answer.start for answer in self.answers)
+        return Usage(prompts - cached, cached, sum(answer.num_tokens for answer in self.answers))
 
     def _common(self, prompt: bytes) -> list[int]:
         """Returns the length of each chain's common prefix with a prompt, in tokens. Looks at
@@ -245,6 +277,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             packed_logprobs=answer.logprobs,
             policy_versions=answer.policy_versions,
             finish_reason=answer.finish_reason,
+            num_cached=answer.num_cached,
             routes=self.routes(answer.chain, answer.end - 1),
         )
 

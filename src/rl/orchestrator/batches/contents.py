@@ -10,10 +10,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from operator import sub
 
+import msgspec
+
 from rl.orchestrator.groups.credit import mean
 from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
-from rl.wire.rollouts import Group, Rollout, why_left_out
-from rl.wire.turns import AnswerSpan, unpack_logprobs
+from rl.wire.rollouts import Group, Rollout, why_left_out, why_untrained
+from rl.wire.turns import AnswerSpan, Usage, unpack_logprobs
 
 
 def join_spans(spans: list[VersionSpan]) -> list[VersionSpan]:
@@ -125,6 +127,25 @@ def batch_metrics(
         **teacher_metrics(trained),
         **route_metrics([rollout for _, rollout in trained]),
     }
+
+
+def token_metrics(groups: Iterable[Group], mask_truncated: bool) -> dict[str, float]:
+    """Returns the tokens of groups that are settled, and those of them that were sampled in vain,
+    by the reason."""
+    used, dropped = Usage(), Counter[str]()
+    for group in groups:
+        for rollout in group.rollouts:
+            usage = rollout.turns.usage
+            used += usage + rollout.retried
+            dropped["retried"] += rollout.retried.sampled
+            if why := why_untrained(group, rollout, mask_truncated):
+                dropped[why] += usage.sampled
+    whys = {f"tokens/dropped_{why}": count for why, count in sorted(dropped.items()) if count}
+    return usage_metrics("tokens", used) | whys
+
+
+def usage_metrics(folder: str, used: Usage) -> dict[str, float]:
+    return {f"{folder}/{name}": count for name, count in msgspec.structs.asdict(used).items()}
 
 
 def route_metrics(rollouts: list[Rollout]) -> dict[str, float]:

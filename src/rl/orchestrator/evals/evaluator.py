@@ -11,6 +11,7 @@ from functools import partial
 
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
+from rl.orchestrator.batches.contents import usage_metrics
 from rl.orchestrator.evals.eval_metrics import Results, eval_metrics, write_eval
 from rl.orchestrator.progress import StepClock
 from rl.orchestrator.workers.pool import EnvLostError, PlayJob, WorkerPool, play_all
@@ -21,6 +22,7 @@ from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir, first_step
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout, at_least
+from rl.wire.turns import Usage
 from rl.wire.worker_messages import derived_seed
 
 log = logging.getLogger(__name__)
@@ -135,7 +137,11 @@ class Evaluator:
         """Writes a finished evaluation and returns its mean reward. Runs in a thread: many
         rollouts take a second."""
         metrics = eval_metrics(label, results)
-        self.metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
+        rollouts = [rollout for _, played in results for rollout in played]
+        used = sum((rollout.turns.usage + rollout.retried for rollout in rollouts), Usage())
+        others = usage_metrics(f"tokens/eval/{label}", used)
+        others["time/eval"] = time.monotonic() - began
+        self.metrics.write(version, metrics | others)
         write_eval(path := self.run_dir.eval(version, label), version, label, results)
         self.written.add(path)
         self._update_best(label, version, metrics)
