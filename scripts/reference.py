@@ -68,15 +68,15 @@ scrape_configs:
     static_configs: [{targets: ["127.0.0.1:8412"]}]
 ```
 
-`reward/<env>/mean` is `rl_reward_mean{run="...", source="orchestrator", env="..."}` there, a gauge like all; the words in angle brackets
-below are labels. What has no such word has no such label: `rl_reward_mean` without `env` is the mean over all. Metrics that are not on
-this page are `rl_other{name="..."}`. A metric that not every step has keeps its newest value, and a count becomes 0; `rl_step` is the
-newest step of each source. Per-step values are those of one step, whenever they are scraped: what each step had is in
-`metrics.jsonl`. vLLM's own numbers are at `/metrics` of the inference server.
+`reward/<env>/mean` is `rl_reward_env_mean{run="...", source="orchestrator", env="..."}` there, a gauge like all; words in angle brackets
+are labels. Metrics that are not on this page are `rl_other{name="..."}`, and so is the newest `step` of each source. A value of the trainer
+or of an evaluation that not every line has stays until there is a newer one; of the orchestrator's metrics there are those of the newest
+batch. So a scraper sees values of single steps: what each step had is in `metrics.jsonl`. vLLM's own numbers are at
+`/metrics` of the inference server.
 """
 COST = """`tokens/...` are numbers of one line, and their sum over all lines is that of the run; the last lines of a run and `rl compare` have it. The
 batch that settles a rollout counts it. So each is counted once, whatever was killed and resumed, and of `tokens/sampled` each token is
-trained or dropped, but for a batch in quarantine. What `why` means: [environments.md](environments.md#when-things-go-wrong).
+trained or dropped, but for a batch in quarantine; dropped as `kept_overflow` are single tokens, too. What `why` means: [environments.md](environments.md#when-things-go-wrong).
 Not counted are
 
 * what was lost or cancelled before it finished: with a killed server or worker, with a cancelled group, with an example of an
@@ -88,8 +88,8 @@ Not counted are
 NeMo Gym and the service of `trainer.backend = "tinker"` do not tell what was cached; all of their prompts count as prefilled.
 
 `cost/...` are totals so far. `rl` writes them after each step and at its end. A machine counts while `rl` has the run, in all of its
-starts; one of a cluster while it gives signs of life to the leader. A kill of `rl` loses what passed since the last step, `--resume STEP`
-what passed after that one. Servers that were started by hand do not count, nor do runs without `rl`.
+starts, with all of its GPUs; one of a cluster while it gives signs of life to the leader. A kill of `rl` loses what passed since the last
+step, `--resume STEP` what passed after that one. Servers that were started by hand do not count, nor do runs without `rl`.
 `cost.per_hour` and the prices of tokens ([settings](settings.md#cost)) make money of them, at the prices of the newest start.
 """
 

@@ -79,11 +79,11 @@ e                 0  0.250 ± 0.030  0.250 ± 0.030  +0.000
                   2              -  0.450 ± 0.030
                   4  0.650 ± 0.030              -
 
-what it cost               A       B
-tokens/sampled        70,000  70,000
-tokens/dropped_stale       7       7
-tokens/trained             -       5
-cost/machine_s             -    12.3
+what it cost              A      B
+tokens/sampled        70000  70000
+tokens/dropped_stale      7      7
+tokens/trained            -      5
+cost/machine_s            -   12.3
 
 """,
         "",

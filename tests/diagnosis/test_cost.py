@@ -21,7 +21,11 @@ RUN = Numbers.of(
             "tokens/sampled": 1000.0,
             "tokens/dropped_stale": 600.0,
         },
-        (1, "trainer"): {"tokens/trained": 1500.0, "tokens/batch": 4000.0},
+        (1, "trainer"): {
+            "tokens/trained": 1500.0,
+            "tokens/batch": 4000.0,
+            "tokens/kept_mean": 3.5,  # of a batch, and no cost
+        },
         (2, "trainer"): {"tokens/trained": 400.0, "tokens/batch": 900.0},
         (0, "eval"): {"tokens/eval/a/sampled": 300.0, "tokens/eval/a/prefilled": 20.0},
         (2, "eval"): {"tokens/eval/b/sampled": 200.0, "tokens/eval/b/cached": 30.0},
@@ -38,12 +42,12 @@ def test_tokens_are_sums_over_steps_and_costs_are_the_newest():
         spent[f"tokens/{name}"] for name in ("trained", "dropped_stale", "dropped_no_signal")
     )
     assert cost_lines(RUN) == [
-        "tokens    3,000 sampled: 1,900 trained, 700 stale, 400 no_signal; prompts: 1,500 "
-        "prefilled, 3,000 cached; evaluations: 500 sampled",
-        "cost      60 min of machines, 8.0 h of GPUs, 12.35",
+        "tokens    1500 prefilled, 3000 cached, 3000 sampled, 400 dropped_no_signal, 700 "
+        "dropped_stale, 300 eval/a/sampled, 200 eval/b/sampled, 1900 trained, 4900 batch",
+        "cost      3600 machine_s, 28800 gpu_s, 12.35 total",
     ]
     sft = {(1, "trainer"): {"tokens/trained": 7.0, "tokens/batch": 9.0}}
-    assert cost_lines(Numbers.of(sft)) == ["tokens    7 trained"]
+    assert cost_lines(Numbers.of(sft)) == ["tokens    7 trained, 9 batch"]
     assert cost_lines(Numbers.of({(1, "trainer"): {"loss/mean": 1.0}})) == []
 
 

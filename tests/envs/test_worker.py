@@ -12,7 +12,6 @@ from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.system.errors import RunError
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Group, Rollout, Turn, rollout_line
-from rl.wire.turns import Usage
 from rl.wire.worker_messages import MAX_MESSAGE_BYTES, FromWorker, MessageServer, PlayOrder
 from tests.envs.stub_policy import worker_of
 
@@ -192,8 +191,9 @@ def test_the_tokens_of_failed_attempts_are_told_once(monkeypatch):
     for faults, attempts in ((0, 0), (1, 1), (2, 2), (9, 2)):
         playing = worker_of(SometimesNan(math.nan, faults), retries=2)
         (first,), (second,) = asyncio.run(playing.play_with_retries(ORDER, 2))
-        assert first.retried == Usage(3 * attempts, 0, 6 * attempts)
-        assert second.retried == Usage() and second.retries == attempts
+        used = {"prefilled": 3 * attempts, "cached": 0, "sampled": 6 * attempts}
+        assert first.retried == (used if attempts else {})
+        assert second.retried == {} and second.retries == attempts
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, None])

@@ -1,26 +1,28 @@
 """Seconds of machines, over several starts of `rl`; the clock is simulated."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 
 from rl.launch.meter import Meter
 from rl.run_dir.lease import LEASE_S
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.nodes import Nodes, NodeStatus
-from rl.system.errors import RunError
+from rl.system.linux import pid_scope
+from rl.system.machine import Machine
 from tests.flags import made
-from tests.raised import run_error
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    """Time by both clocks of the module, and of the signs of life."""
+    clock = SimpleNamespace(now=1e9)
+    now = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now)
+    for module in ("launch.meter", "diagnosis.cost"):
+        monkeypatch.setattr(f"rl.{module}.time", now)
+    monkeypatch.setattr("rl.launch.meter.machine", lambda: Machine(["0", "1"], [0]))
+    return clock
 
 
 def config_of(tmp_path, flags=""):
@@ -43,45 +45,40 @@ def spent(config):
 
 def test_seconds_are_those_of_all_starts(tmp_path, clock):
     config = config_of(tmp_path, "--cost.per_hour 7.2")
-
-    def start(gpus=0):
-        return Meter(config, config.run_dir, gpus, lambda: None, clock)
-
-    meter = start()
+    meter = Meter(config, config.run_dir)
     clock.now += 10
     meter.note([])
     clock.now += 20
     meter.note(trained(1))
     clock.now += 5
-    meter.note([], is_last=True)  # this one adds to the line of step 1
-    assert spent(config) == {1: {"cost/machine_s": 35.0, "cost/total": pytest.approx(0.07)}}
+    meter.write()  # at the end, this adds to the line of step 1
+    seconds = {"cost/machine_s": 35.0, "cost/machine_0_s": 35.0, "cost/gpu_s": 70.0}
+    assert spent(config) == {1: seconds | {"cost/total": pytest.approx(0.07)}}
     clock.now += 1000  # the run is stopped
-    meter = start(gpus=2)
+    meter = Meter(config, config.run_dir)
     clock.now += 100
     meter.note(trained(3))
     clock.now += 1000  # and killed, so that this is lost
-    meter = start(gpus=2)
+    meter = Meter(config, config.run_dir)
     clock.now += 1
-    meter.note([], is_last=True)
-    assert spent(config)[3] == {
-        "cost/machine_s": 136.0,
-        "cost/gpu_s": 202.0,
-        "cost/total": pytest.approx(0.272),
-    }
+    meter.write()
+    assert spent(config)[3]["cost/machine_s"] == 136.0
+    assert spent(config)[3]["cost/total"] == pytest.approx(0.272)
     cut_metrics(config.run_dir.metrics, 1)  # --resume 1
-    assert start().spent == {"cost/machine_s": 35.0}
+    assert Meter(config, config.run_dir).spent == seconds
 
 
 def test_lines_go_on_after_a_repair_has_replaced_the_file(tmp_path, clock):
     config = config_of(tmp_path)
-    meter = Meter(config, config.run_dir, 0, lambda: None, clock)
+    meter = Meter(config, config.run_dir)
     for step in (1, 2, 3):
         clock.now += 10
         meter.note(trained(step))
     cut_metrics(config.run_dir.metrics, 1)
     clock.now += 10
     meter.note(trained(2))
-    assert spent(config) == {1: {"cost/machine_s": 10.0}, 3: {"cost/machine_s": 40.0}}
+    seconds = {step: values["cost/machine_s"] for step, values in spent(config).items()}
+    assert seconds == {1: 10.0, 3: 40.0}
 
 
 def test_each_machine_counts_as_long_as_it_gives_signs_of_life(tmp_path, clock):
@@ -90,23 +87,24 @@ def test_each_machine_counts_as_long_as_it_gives_signs_of_life(tmp_path, clock):
 
     def beat(index, at):
         nodes.folder.mkdir(parents=True, exist_ok=True)
-        fields = dict.fromkeys(("host", "address", "software", "config", "place"), "")
-        numbers = {"port": 0, "ranks": 1, "gpus": 4, "lease": 1, "pid": 1, "started": 0.0}
+        fields = dict.fromkeys(("host", "address", "software", "config"), "")
+        fields["place"] = pid_scope()
+        numbers = {"port": 0, "ranks": 1, "gpus": 4, "lease": 1, "pid": os.getpid(), "started": 0.0}
         status = NodeStatus(index=index, roles=[], heartbeat=at, **fields, **numbers)
         nodes.write(nodes.status_path(index), status)
 
-    meter = Meter(config, config.run_dir, 0, lambda: None, clock)
-    for _ in range(3):  # the first look only learns of them
+    meter = Meter(config, config.run_dir)
+    for _ in range(3):
         clock.now += 10
         beat(0, clock.now)
         beat(1, clock.now)
         meter.note([])
     for _ in range(2):  # the second is gone
-        clock.now += LEASE_S
+        clock.now += LEASE_S + 1
         beat(0, clock.now)
         meter.note([])
-    meter.note([], is_last=True)
-    first, second = 20 + 2 * LEASE_S, 20
+    meter.write()
+    first, second = 30 + 2 * (LEASE_S + 1), 30
     assert spent(config) == {
         0: {
             "cost/machine_s": first + second,
@@ -120,22 +118,10 @@ def test_each_machine_counts_as_long_as_it_gives_signs_of_life(tmp_path, clock):
 def test_tokens_have_their_price_in_each_line(tmp_path, clock):
     config = config_of(tmp_path, "--cost.per_million_sampled 2 --cost.per_million_prompt 1")
     logs = {name: MetricsLog(config.run_dir.metrics, name) for name in ("orchestrator", "eval")}
-    meter = Meter(config, config.run_dir, 0, lambda: None, clock)
+    meter = Meter(config, config.run_dir)
     logs["orchestrator"].write(1, {"tokens/sampled": 1e6, "tokens/cached": 1e6})
     logs["eval"].write(0, {"tokens/eval/e/sampled": 5e5, "tokens/eval/e/prefilled": 25e4})
     meter.note(trained(1))
     logs["orchestrator"].write(2, {"tokens/sampled": 1e6})
     meter.note(trained(2))
-    assert [line["cost/total"] for line in spent(config).values()] == [4.25, 6.25]
-
-
-def test_who_lost_its_role_writes_no_line(tmp_path, clock):
-    config = config_of(tmp_path)
-
-    def fence():
-        raise RunError("another process has taken over")
-
-    meter = Meter(config, config.run_dir, 0, fence, clock)
-    with run_error("another process has taken over"):
-        meter.note([], is_last=True)
-    assert spent(config) == {}
+    assert [values["cost/total"] for values in spent(config).values()] == [4.25, 6.25]

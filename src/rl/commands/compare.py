@@ -13,7 +13,6 @@ from rl.diagnosis.cost import totals
 from rl.launch.children import Children
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
-from rl.run_dir.metrics import COST, matching
 from rl.run_dir.numbers import Curve
 from rl.system.terminal import clip, digits, sparkline, table, visible, with_error
 
@@ -165,17 +164,9 @@ def evaluations(runs: list[Run]) -> list[str]:
     return table(["evaluation", "version", *NAMES, "B - A"], rows, left=1)
 
 
-def amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else digits(value)
-
-
 def costs(runs: list[Run]) -> list[str]:
     """Returns a table of what the runs cost: tokens of all steps, seconds, and money."""
     both = [totals(run.numbers) for run in runs]
-    names = {name for spent in both for name in spent}
-    order = [*COST, ""]
-    rows = [
-        [name, *("-" if (value := spent.get(name)) is None else amount(value) for spent in both)]
-        for name in sorted(names, key=lambda name: (order.index(matching(name)[1]), name))
-    ]
+    names = dict.fromkeys(name for spent in both for name in spent)
+    rows = [[name, *(digits(s[name]) if name in s else "-" for s in both)] for name in names]
     return table(["what it cost", *NAMES], rows, left=1) if rows else ["no cost was measured"]

@@ -1,66 +1,58 @@
-"""What a run cost: tokens, seconds of machines and GPUs, money. All of it is in metrics.jsonl."""
+"""What a run cost: tokens, seconds of machines, money. All of it is in metrics.jsonl."""
 
-import re
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rl.config.run import CostConfig
-from rl.system.terminal import digits, span
+from rl.config.run import CostConfig, RLConfig
+from rl.diagnosis.state import read_machines
+from rl.run_dir.metrics import COST, matching
+from rl.run_dir.paths import RunDir
+from rl.run_dir.status import Staleness
+from rl.system.terminal import digits
 
 if TYPE_CHECKING:
     from rl.run_dir.numbers import Numbers
 
-DROPPED = "tokens/dropped_"
-
 
 def totals(numbers: "Numbers") -> dict[str, float]:
     """Returns the sum over all steps of each metric `tokens/...`, and the newest value of each
-    metric `cost/...`."""
-    names = [name for name in numbers.names if name.startswith(("tokens/", "cost/"))]
-    curves = {name: numbers.curve(name)[1] for name in names}
+    metric `cost/...`, in the order of docs/metrics.md."""
+    order = [*COST]
+    names = [name for name in numbers.names if matching(name)[0] in COST]
+    names.sort(key=lambda name: order.index(matching(name)[0]))
     return {
         name: float(values.sum() if name.startswith("tokens/") else values[-1])
-        for name, values in curves.items()
-        if len(values)
+        for name in names
+        if len(values := numbers.curve(name)[1])
     }
 
 
 def price(settings: CostConfig, spent: Mapping[str, float]) -> float:
     """Returns the price of `totals`, evaluations included."""
+    prices = {
+        "prefilled": settings.per_million_prompt / 1e6,
+        "cached": settings.per_million_prompt / 1e6,
+        "sampled": settings.per_million_sampled / 1e6,
+        "batch": settings.per_million_trained / 1e6,
+        "machine_s": settings.per_hour / 3600,
+    }
+    return sum(prices.get(name.rpartition("/")[2], 0.0) * spent[name] for name in spent)
 
-    def tokens(*ends: str) -> float:
-        return sum(value for name, value in spent.items() if name.endswith(ends))
 
-    millions = (
-        settings.per_million_prompt * tokens("/prefilled", "/cached")
-        + settings.per_million_sampled * tokens("/sampled")
-        + settings.per_million_trained * spent.get("tokens/batch", 0.0)
-    )
-    return settings.per_hour * spent.get("cost/machine_s", 0.0) / 3600 + millions / 1e6
+def gpus_up(run_dir: RunDir, config: RLConfig, heartbeats: Staleness) -> dict[int, int]:
+    """Returns the number of GPUs of each machine of a cluster that gives signs of life, by index.
+    `heartbeats`: see RunState."""
+    machines = read_machines(run_dir, config, heartbeats, time.time())
+    return {m.index: m.status.gpus for m in machines if m.status and m.is_up}
 
 
 def cost_lines(numbers: "Numbers") -> list[str]:
-    """Returns what a run cost as lines of its report; what was not measured is left out."""
-    spent = totals(numbers)
-
-    def counts(*names: str) -> str:
-        known = {name.removeprefix(DROPPED).removeprefix("tokens/"): name for name in names}
-        return ", ".join(f"{spent[known[x]]:,.0f} {x}" for x in known if known[x] in spent)
-
-    dropped = [name for name in spent if name.startswith(DROPPED)]
-    dropped.sort(key=lambda name: -spent[name])
-    fates = [counts("tokens/sampled"), counts("tokens/trained", *dropped)]
-    evals = [spent[name] for name in spent if re.fullmatch("tokens/eval/.*/sampled", name)]
-    texts = {
-        "": ": ".join(filter(None, fates)),
-        "prompts: ": counts("tokens/prefilled", "tokens/cached"),
-        "evaluations: ": f"{sum(evals):,.0f} sampled" if evals else "",
-    }
-    tokens = "; ".join(about + text for about, text in texts.items() if text)
-    lines = [f"tokens    {tokens}"] if tokens else []
-    if "cost/machine_s" in spent:
-        parts = [f"{span(spent['cost/machine_s'])} of machines"]
-        parts += [f"{span(spent['cost/gpu_s'])} of GPUs"] if "cost/gpu_s" in spent else []
-        parts += [digits(spent["cost/total"], 4)] if "cost/total" in spent else []
-        lines.append(f"cost      {', '.join(parts)}")
-    return lines
+    """Returns what a run cost as lines of its report."""
+    texts: dict[str, list[str]] = {}
+    for name, value in totals(numbers).items():
+        if "/eval/" in name and not name.endswith("/sampled"):
+            continue
+        kind, _, what = name.partition("/")
+        texts.setdefault(kind, []).append(f"{digits(value, 4)} {what}")
+    return [f"{kind:<9} {', '.join(parts)}" for kind, parts in texts.items()]

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import traceback
+from collections import Counter
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rl.system.functions import described
 from rl.system.linux import die_with_parent, raise_open_files
 from rl.system.prefork import leave
 from rl.wire.rollouts import Episode, Rollout, unfit
-from rl.wire.turns import Usage, unpack_logprobs
+from rl.wire.turns import unpack_logprobs
 from rl.wire.worker_messages import (
     MAX_MESSAGE_BYTES,
     MAX_ROLLOUTS,
@@ -167,7 +168,7 @@ class Worker:
     async def play_with_retries(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         """Plays episodes together. If one fails, plays all of them again with fresh state, up to
         `retries` times."""
-        used = Usage()
+        used = Counter()
         for attempt in range(self.setup.retries + 1):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
@@ -175,8 +176,9 @@ class Worker:
             for rollout in chain(*episodes):
                 rollout.retries = attempt
             for rollout in episodes[0][:1]:
-                rollout.retried = used
-            used = sum((rollout.turns.usage for rollout in chain(*episodes)), used)
+                rollout.retried = dict(used)
+            for rollout in chain(*episodes):
+                used.update(rollout.turns.usage)
             if not any(rollout.error for rollout in chain(*episodes)):
                 break
         return episodes

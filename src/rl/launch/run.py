@@ -33,7 +33,7 @@ from rl.launch.prepare import Prepared, prepare
 from rl.launch.roles import Role
 from rl.launch.supervisor import Supervisor
 from rl.launch.trackers import Trackers
-from rl.run_dir.access_token import PAGE_VARIABLE, link, page_secret, run_token
+from rl.run_dir.access_token import PAGE_VARIABLE, link, page_secret
 from rl.run_dir.lease import LEASE_S, check_fence, lost_to
 from rl.run_dir.logs import last_lines, newest_log
 from rl.run_dir.metrics import Merger, MetricsReader, sources_dir
@@ -142,10 +142,7 @@ class RunLoop:
     """The loop of `rl`: supervises the children and shows the run's metrics until the run is
     over."""
 
-    def __init__(
-        self, config: RLConfig, prepared: Prepared, children: Children, view: bool, gpus: int
-    ):
-        """`gpus`: see Meter."""
+    def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
         from rl.launch.meter import Meter
 
@@ -167,19 +164,10 @@ class RunLoop:
         self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
         """The previous run, until it is deleted."""
         self.trackers = Trackers(config, self.run_dir, self.say)
-        self.meter = Meter(config, self.run_dir, gpus, self.check_fence)
-        self.takers: list[Callable[[list[dict[str, Any]]], None]] = [self.trackers.send]
-        """What gets all lines of metrics.jsonl."""
-        if config.prometheus:
-            from rl.launch.scrape import Scrape
-
-            scrape = Scrape(config.name)
-            self.takers.append(scrape.note)
-            url = scrape.serve(config.prometheus, run_token(self.run_dir.status_dir))
-            self.say(f"metrics   {url}, for Prometheus with the token of the run")
+        self.meter = Meter(config, self.run_dir)
         # the console has already read the newest of these itself
-        while (self.trackers.left or config.prometheus) and (old_lines := self.reader.new()):
-            self._send(old_lines)
+        while self.trackers.left and (old_lines := self.reader.new()):
+            self.trackers.send(old_lines)
         self.reader.skip()
         self.beside: list[Beside] = []
         if view:
@@ -244,13 +232,9 @@ class RunLoop:
         if self.cleaned and self.run_dir.anything_made():
             threading.Thread(target=shutil.rmtree, args=(self.cleaned, True)).start()
             self.cleaned = None
-        self._send(lines)
+        self.trackers.send(lines)
         self.meter.note(lines)
         return lines
-
-    def _send(self, lines: list[dict[str, Any]]) -> None:
-        for take in self.takers:
-            take(lines)
 
     def tell_disk(self) -> None:
         """Prints the disk space that the run will use. The model's folder is the path in the log
@@ -279,7 +263,7 @@ class RunLoop:
         # a disk that does not answer must not keep the report away
         with contextlib.suppress(OSError):
             self.show()
-            self.meter.note([], is_last=True)
+            self.meter.write()
             self.show()
         self.console.close()
         final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.say)
@@ -296,8 +280,6 @@ class Placement:
     """Lines for the console."""
     stop_s: float = STOP_DEADLINE_S
     """Seconds that the processes have for their end."""
-    gpus: int = 0
-    """GPUs of this machine that the run has, if it has no other machine."""
 
 
 def on_this_machine(config: RLConfig) -> Placement:
@@ -311,7 +293,6 @@ def on_this_machine(config: RLConfig) -> Placement:
         lambda run_dir: roles.roles(config, run_dir, division),
         [note] if note else [],
         max(STOP_DEADLINE_S, grace_s),
-        len({*division.trainer.gpus, *division.inference.gpus}),
     )
 
 
@@ -327,7 +308,7 @@ def run(
     from rl.run_dir.numbers import Numbers
 
     run_dir = prepared.run_dir
-    loop = RunLoop(config, prepared, children, view, placement.gpus)
+    loop = RunLoop(config, prepared, children, view)
     code, why = 0, ""
     try:
         # Find or download the model before anything needs it, in a separate process, which may load

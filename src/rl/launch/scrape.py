@@ -1,88 +1,69 @@
 """`/metrics` of `rl`: the newest value of each metric of a live run in Prometheus' text format."""
 
-import re
+import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from rl.config.run import PrometheusConfig
-from rl.run_dir.access_token import is_loopback
-from rl.run_dir.metrics import ALWAYS, LEFT_OUT, METRICS, matching
-from rl.run_dir.status import reachable
+from rl.config.run import RLConfig
+from rl.run_dir.access_token import is_loopback, run_token
+from rl.run_dir.metrics import meaning, series
+from rl.run_dir.paths import RunDir
 from rl.system.linux import bind
-from rl.wire.serving import Gate, QuietServer
-
-
-def series(name: str) -> tuple[str, dict[str, str]]:
-    """Returns Prometheus' name of a metric, and its labels: the words that docs/metrics.md has in
-    angle brackets. The user's own metrics have one name, and their own as a label."""
-    _, pattern, labels = matching(name)
-    if not pattern:
-        return "rl_other", {"name": name}
-    words = re.findall(r"[a-z0-9]+", re.sub(r"<\w+>", "", pattern))
-    return "_".join(["rl", *words]), labels
+from rl.wire.serving import Gate
 
 
 class Scrape:
-    """Keeps the newest values, and serves them. Thread-safe."""
+    """Keeps the newest values, and serves them in a thread as long as this process lives."""
 
-    def __init__(self, run: str):
-        self.run, self.lock = run, threading.Lock()
-        self.newest: dict[tuple[str, str], tuple[int, float | None]] = {}
-        """By source and metric: step and value."""
+    failures = ()
 
-    def note(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Takes lines of metrics.jsonl."""
+    def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
+        self.config, self.run_dir, self.say = config, run_dir, say
+        self.registry, self.gauges = CollectorRegistry(), {}
+        self.lock = threading.Lock()
+
+    def start(self) -> None:
+        """Raises RunError if the port is taken."""
+        settings = self.config.prometheus
+        assert settings
+        app = Starlette(routes=[Route("/metrics", self.page)])
+        gate = Gate(app, run_token(self.run_dir.status_dir), is_loopback(settings.host))
+        # this parser limits lines and headers
+        server = uvicorn.Server(uvicorn.Config(gate, http="h11", log_config=None))
+        sock = bind(settings.host, settings.port, "prometheus.port")
+        threading.Thread(target=server.run, args=([sock],), daemon=True).start()
+        self.say(
+            f"metrics   http://{settings.host}:{sock.getsockname()[1]}/metrics, for scrapers with "
+            "the run's token"
+        )
+
+    def page(self, _: Any) -> Response:
+        with self.lock:
+            return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def send(self, lines: list[dict[str, Any]]) -> None:
+        """Takes lines of metrics.jsonl. What a batch leaves out is 0 or means nothing for it; of
+        other sources the newest value stays."""
         with self.lock:
             for line in lines:
-                source, step = line["source"], line["step"]
-                values = {name: value for name, value in line.items() if name not in ALWAYS}
-                if step > self.newest.get((source, "step"), (step,))[0]:
-                    known = {name for of, name in self.newest if of == source}
-                    zeros = {name for name in known if matching(name)[1] in LEFT_OUT}
-                    values = dict.fromkeys(zeros, 0.0) | values
-                for name, value in {"step": step, **values}.items():
-                    if step >= self.newest.get((source, name), (step,))[0]:
-                        self.newest[source, name] = step, value
+                for gauge in self.gauges.values() if line["source"] == "orchestrator" else ():
+                    gauge.remove_by_labels({"source": "orchestrator"})
+                for name in line.keys() - {"time", "source"}:
+                    key, words = series(name)
+                    labels = {"run": self.config.name, "source": line["source"], **words}
+                    if key not in self.gauges:
+                        self.gauges[key] = Gauge(
+                            key, meaning(name)[1], labels, registry=self.registry
+                        )
+                    value = math.nan if line[name] is None else line[name]
+                    self.gauges[key].labels(**labels).set(value)
 
-    def collect(self) -> Iterator[Metric]:
-        """Yields the metrics as prometheus_client's registries do."""
-        with self.lock:
-            newest = sorted(self.newest.items())
-        families: dict[str, Metric] = {}
-        for (source, name), (_, value) in newest:
-            if name == "step":
-                family, labels, what = "rl_step", {}, "The newest step of a source."
-            else:
-                family, labels = series(name)
-                what = METRICS.get(matching(name)[1], "A metric of the user's own.")
-            metric = families.setdefault(family, Metric(family, what, "gauge"))
-            labels = {"run": self.run, "source": source, **labels}
-            metric.add_sample(family, labels, float("nan") if value is None else value)
-        yield from families.values()
-
-    def page(self, _: Request) -> Response:
-        return Response(generate_latest(self), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    def serve(self, settings: PrometheusConfig, token: str) -> str:
-        """Serves in a thread as long as this process lives. Returns the address. Raises RunError
-        if the port is taken."""
-        is_local = is_loopback(settings.host)
-        app = Gate(Starlette(routes=[Route("/metrics", self.page)]), token, is_local)
-        sock = bind(settings.host, settings.port, "prometheus.port")
-        parser = "auto" if is_local else "h11"  # as in rl.wire.serving
-        config = uvicorn.Config(app, http=parser, log_config=None, access_log=False, lifespan="off")
-        server = QuietServer(config)
-        threading.Thread(
-            target=server.run, kwargs={"sockets": [sock]}, name="metrics", daemon=True
-        ).start()
-        host, port = reachable(settings.host), sock.getsockname()[1]
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    def close(self, exit_code: int) -> None:
+        """Keeps the page, which ends with this process."""

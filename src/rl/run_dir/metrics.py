@@ -350,6 +350,10 @@ ROLLOUTS = {
     "batch.",
     "env/<env>/quarantined": "1 if the environment is lost: left out because its workers kept "
     "dying.",
+    "tokens/kept_overflow": "Number of sampled tokens that are not trained, because truncation "
+    "(top_p, top_k, min_p) kept more ids than trainer.max_kept.",
+    "tokens/kept_mean": "Mean number of ids that truncation kept, over the tokens where it left "
+    "any out.",
     "rollouts/route_bytes": "Bytes of routes per token of the trained rollouts, with "
     "trainer.router_replay = engine.",
     "lag/mean": "Mean lag of the trained tokens in versions: N - 1 minus the version that sampled "
@@ -466,14 +470,12 @@ COST = {
     "tokens/sampled": "Tokens sampled for these rollouts.",
     "tokens/dropped_<why>": "Those of them that are not trained, by the `why` of their rollout. "
     "`retried`: of failed attempts at an episode that was played again.",
-    "tokens/eval/<env>/prefilled": "The same as tokens/prefilled for an evaluation.",
-    "tokens/eval/<env>/cached": "The same as tokens/cached for an evaluation.",
-    "tokens/eval/<env>/sampled": "The same as tokens/sampled for an evaluation.",
+    "tokens/eval/<env>/<kind>": "Tokens `prefilled`, `cached` and `sampled` for an evaluation.",
     "tokens/trained": "Loss tokens of the step, each counted once in any number of epochs.",
     "tokens/batch": "Tokens of the step's samples, prompts included.",
     "cost/machine_s": "Seconds that the run's machines were up, so far and all together.",
-    "cost/machine_<index>_s": "Those of one machine of a cluster.",
-    "cost/gpu_s": "The same seconds, times the GPUs that the run has on each machine.",
+    "cost/machine_<index>_s": "Those of one machine, 0 if there is no other.",
+    "cost/gpu_s": "The same seconds, times the GPUs of each machine.",
     "cost/total": "Price of all this so far, by the settings in `cost`.",
 }
 SECTIONS = {
@@ -486,44 +488,38 @@ SECTIONS = {
     "What it cost": COST,
 }
 METRICS = {name: what for section in SECTIONS.values() for name, what in section.items()}
-LEFT_OUT = {
-    *("reward/<env>/length_penalty", "rollouts/<env>/filtered", "rollouts/<env>/replaced_groups"),
-    *("rollouts/<env>/stale_groups", "rollouts/<env>/failed_<cause>", "env/<env>/quarantined"),
-    *("tokens/dropped_<why>", "quarantined"),
-}
-"""Metrics that a line leaves out if they are 0."""
 OWN = "Other"
 """The section of the user's own metrics."""
 
 
 @cache
-def patterns() -> list[tuple[str, str, re.Pattern[str]]]:
-    """Returns section, name and pattern of each metric, first those of which most is fixed."""
+def matching(name: str) -> tuple[str, dict[str, str]]:
+    """Returns a metric's name in METRICS, and what the words in angle brackets stand for; an empty
+    name for the user's own metrics."""
 
-    def words(match: re.Match[str]) -> str:
-        """An environment's own names may have slashes."""
-        return f"(?P<{match[1]}>{'.+' if match[1] in ('metric', 'agent') else '[^/]+'})"
+    def group(word: re.Match[str]) -> str:
+        """Only an environment's own names may have slashes."""
+        return f"(?P<{word[1]}>{'.+' if word[1] in ('metric', 'agent') else '[^/]+'})"
 
-    known = [
-        (section, name, re.compile(re.sub(r"<(\w+)>", words, re.escape(name))))
-        for section, metrics in SECTIONS.items()
-        for name in metrics
-    ]
-    return sorted(known, key=lambda entry: ("<" in entry[1], -len(re.sub(r"<\w+>", "", entry[1]))))
+    # first those of which most is fixed
+    for known in sorted(METRICS, key=lambda known: -len(re.sub(r"<\w+>", "", known))):
+        if match := re.fullmatch(re.sub(r"<(\w+)>", group, re.escape(known)), name):
+            return known, match.groupdict()
+    return "", {}
 
 
-@cache
-def matching(name: str) -> tuple[str, str, dict[str, str]]:
-    """Returns the section of a metric, its name in METRICS, and what the words in angle brackets
-    stand for. The name of a user's own metric is empty."""
-    for section, known, pattern in patterns():
-        if match := pattern.fullmatch(name):
-            return section, known, match.groupdict()
-    return OWN, "", {}
+def series(name: str) -> tuple[str, dict[str, str]]:
+    """Returns a metric's name for Prometheus, and as its labels the words in angle brackets. The
+    user's own metrics have one name, and their own as a label."""
+    known, labels = matching(name)
+    if not known:
+        return "rl_other", {"name": name}
+    return re.sub("[^a-z0-9]+", "_", f"rl/{known}").rstrip("_"), labels
 
 
 def meaning(name: str) -> tuple[str, str]:
     """Returns (section, description) of a metric; the description of a user's own metric is
     empty."""
-    section, known, _ = matching(name)
+    known, _ = matching(name)
+    section = next((title for title, metrics in SECTIONS.items() if known in metrics), OWN)
     return section, METRICS.get(known, "")

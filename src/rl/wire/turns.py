@@ -12,11 +12,16 @@ after, and nothing has to be compared again.
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Annotated, Any
+from itertools import islice
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from rl.wire.messages import ITEM_BYTES, VersionSpan
+from rl.wire.messages import ITEM_BYTES, TOO_MANY, KeptTokens, VersionSpan
+
+Usage = dict[Literal["prefilled", "cached", "sampled"], Annotated[int, msgspec.Meta(ge=0)]]
+"""Numbers of tokens that inference has processed; those of prompts are prefilled unless they came
+from the prefix cache."""
 
 
 class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -35,6 +40,8 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     routes: bytes = b""
     """Routes of all tokens but the last, with the same number of bytes for each, see
     TrainingSample; empty if they were not asked for."""
+    kept: KeptTokens | None = None
+    """Of the completion's tokens; None if none was truncated, or they were not asked for."""
     packed_prompt_logprobs: bytes = b""
     """One for each token of the prompt, of the model itself at temperature 1; nan for the first.
     Empty if they were not asked for."""
@@ -42,9 +49,11 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         num_tokens = sum(span.num_tokens for span in self.policy_versions)
         sizes = {len(self.packed_ids), len(self.packed_logprobs), num_tokens * ITEM_BYTES}
+        if self.kept:
+            sizes.add(len(self.kept.packed_counts))
         if len(sizes) > 1:
             raise ValueError(
-                "an answer's tokens, logprobs and policy versions differ in number: "
+                "an answer's tokens, logprobs, policy versions and kept tokens differ in number: "
                 f"{[size // ITEM_BYTES for size in sorted(sizes)]}"
             )
         if self.packed_prompt and len(self.routes) % max(1, len(self.token_ids) - 1):
@@ -100,6 +109,7 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
             "policy_versions": self.policy_versions,
             "finish_reason": self.finish_reason,
             **({"routes": self.routes} if self.routes else {}),
+            **({"kept": unpack_kept(self.kept)} if self.kept else {}),
         }
 
 
@@ -130,8 +140,10 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     finish_reason: str
     teacher_logprobs: bytes | None = None
     """Those under the teacher."""
+    kept: KeptTokens | None = None
+    """As in Turn."""
     num_cached: int = 0
-    """See Turn."""
+    """As in Turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -142,24 +154,18 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     def end(self) -> int:
         return self.start + self.num_tokens
 
+    @property
+    def untrained(self) -> list[int]:
+        """The indices of the tokens that cannot be trained, because too many ids were kept."""
+        counts = unpack_ids(self.kept.packed_counts) if self.kept else []
+        return [index for index, count in enumerate(counts) if count == TOO_MANY]
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
-
-
-class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Numbers of tokens that inference has processed for turns."""
-
-    prefilled: Count = 0
-    """Of prompts, without those that came from the prefix cache."""
-    cached: Count = 0
-    sampled: Count = 0
-
-    def __add__(self, other: "Usage") -> "Usage":
-        return Usage(
-            self.prefilled + other.prefilled,
-            self.cached + other.cached,
-            self.sampled + other.sampled,
-        )
+    def of_trained(self, column: bytes) -> bytes:
+        """Returns a column, with ITEM_BYTES for each token, without the untrained tokens."""
+        if not (untrained := {*self.untrained}):
+            return column
+        items = array("i", column)
+        return array("i", [item for i, item in enumerate(items) if i not in untrained]).tobytes()
 
 
 class Turns(msgspec.Struct, omit_defaults=True, gc=False):
@@ -194,6 +200,8 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 answer.logprobs
             ):
                 raise ValueError("an answer's tokens and teacher logprobs differ in number")
+            if answer.kept and len(answer.kept.packed_counts) != len(answer.logprobs):
+                raise ValueError("an answer's tokens and kept tokens differ in number")
 
     @staticmethod
     def of(turns: Iterable[Turn]) -> "Turns":
@@ -222,14 +230,18 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 turn.policy_versions,
                 turn.finish_reason,
                 num_cached=turn.num_cached,
+                kept=turn.kept,
             )
         )
 
     @property
     def usage(self) -> Usage:
         cached = sum(answer.num_cached for answer in self.answers)
-        prompts = sum(answer.start for answer in self.answers)
-        return Usage(prompts - cached, cached, sum(answer.num_tokens for answer in self.answers))
+        return {
+            "prefilled": sum(answer.start for answer in self.answers) - cached,
+            "cached": cached,
+            "sampled": sum(answer.num_tokens for answer in self.answers),
+        }
 
     def _common(self, prompt: bytes) -> list[int]:
         """Returns the length of each chain's common prefix with a prompt, in tokens. Looks at
@@ -279,6 +291,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             finish_reason=answer.finish_reason,
             num_cached=answer.num_cached,
             routes=self.routes(answer.chain, answer.end - 1),
+            kept=answer.kept,
         )
 
     def __len__(self) -> int:
@@ -316,6 +329,23 @@ def pack_logprobs(logprobs: Sequence[float | None]) -> bytes:
 
 def unpack_logprobs(data: bytes) -> list[float]:
     return array("f", data).tolist()
+
+
+def pack_kept(sets: Sequence[Sequence[int] | None]) -> KeptTokens | None:
+    """Packs the ids that were kept at each token: none if all were, None for TOO_MANY. Returns
+    None if nothing was truncated. Raises OverflowError or TypeError for what is no id."""
+    counts = [TOO_MANY if ids is None else len(ids) for ids in sets]
+    packed = b"".join(pack_ids(ids) for ids in sets if ids is not None)
+    return KeptTokens(pack_ids(counts), packed) if any(counts) else None
+
+
+def unpack_kept(kept: KeptTokens) -> list[list[int] | None]:
+    """Returns what `pack_kept` has packed."""
+    ids = iter(unpack_ids(kept.packed_ids))
+    return [
+        None if count == TOO_MANY else list(islice(ids, count))
+        for count in unpack_ids(kept.packed_counts)
+    ]
 
 
 def num_common(tail: bytes, prompt: bytes) -> int:

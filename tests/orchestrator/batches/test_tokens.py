@@ -4,7 +4,7 @@ import pytest
 
 from rl.orchestrator.batches.contents import group_samples, token_metrics
 from rl.wire.rollouts import Group, Rollout
-from rl.wire.turns import Turns, Usage
+from rl.wire.turns import Turns
 from tests.orchestrator.made import turn
 
 
@@ -35,7 +35,11 @@ def test_what_was_sampled_is_trained_or_dropped_for_a_reason():
             None,
             Rollout(turns=[turn([1], [2] * 7)], error="it raised", cause="reward"),
             Rollout(turns=[turn([1], [2] * 11)], trainable=False),
-            Rollout(turns=[turn([1], [2] * 13)], truncated=True, retried=Usage(10, 20, 30)),
+            Rollout(
+                turns=[turn([1], [2] * 13)],
+                truncated=True,
+                retried={"prefilled": 10, "cached": 20, "sampled": 30},
+            ),
             Rollout(overlong=True),
         ),
     ]
@@ -62,7 +66,8 @@ def test_what_was_sampled_is_trained_or_dropped_for_a_reason():
 
 def test_no_more_of_a_prompt_is_cached_than_it_has():
     turns = Turns.of([turn([1, 2], [3], num_cached=2)])
-    assert turns.usage == Usage(0, 2, 1) and turns[0].num_cached == 2
+    assert turns.usage == {"prefilled": 0, "cached": 2, "sampled": 1}
+    assert turns[0].num_cached == 2
     for wrong in (-1, 3):
         turns.answers[0].num_cached = wrong
         with pytest.raises(ValueError, match="more tokens of a prompt were cached than it has"):

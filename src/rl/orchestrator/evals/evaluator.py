@@ -22,7 +22,6 @@ from rl.run_dir.metrics import MetricsLog, read_metrics
 from rl.run_dir.paths import RunDir, first_step
 from rl.wire.inference_client import InferenceLostError
 from rl.wire.rollouts import Rollout, at_least
-from rl.wire.turns import Usage
 from rl.wire.worker_messages import derived_seed
 
 log = logging.getLogger(__name__)
@@ -137,11 +136,9 @@ class Evaluator:
         """Writes a finished evaluation and returns its mean reward. Runs in a thread: many
         rollouts take a second."""
         metrics = eval_metrics(label, results)
-        rollouts = [rollout for _, played in results for rollout in played]
-        used = sum((rollout.turns.usage + rollout.retried for rollout in rollouts), Usage())
-        others = usage_metrics(f"tokens/eval/{label}", used)
-        others["time/eval"] = time.monotonic() - began
-        self.metrics.write(version, metrics | others)
+        rollouts = (rollout for _, played in results for rollout in played)
+        used = usage_metrics(f"tokens/eval/{label}", rollouts)
+        self.metrics.write(version, metrics | used | {"time/eval": time.monotonic() - began})
         write_eval(path := self.run_dir.eval(version, label), version, label, results)
         self.written.add(path)
         self._update_best(label, version, metrics)
