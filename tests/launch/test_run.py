@@ -538,7 +538,7 @@ class Loop(RunLoop):
         self.merger = SimpleNamespace(merge=lambda: None)
         self.check_fence = lambda: None
         self.unshown, self.cleaned, self.beside, self.curves_at = [], None, [], math.inf
-        self.trackers = SimpleNamespace(send=lambda _: None)
+        self.trackers = self.meter = SimpleNamespace(send=lambda _: None, note=lambda _: None)
         self.shown = list[object]()
 
     def meet(self, lines):
