@@ -464,6 +464,7 @@ def start(
         config=config,
         world=world,
         hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
         minibatches=settings.minibatches,
         mode=mode_of(*filter(None, (model, context.reference))),
         routers=model.get_output_embeddings().forward.routers,
