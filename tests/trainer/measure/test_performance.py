@@ -28,6 +28,7 @@ from rl.trainer.measure.performance import (
     work_of,
 )
 from rl.trainer.model.head import score
+from rl.wire.messages import TrainBatch
 from tests.trainer.policies import learner
 from tests.trainer.samples import make_sample, pack_alone, sample_weights
 
