@@ -19,7 +19,7 @@ def clock(monkeypatch):
     """Time by both clocks of the module, and of the signs of life."""
     clock = SimpleNamespace(now=1e9)
     now = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now)
-    for module in ("launch.meter", "diagnosis.cost"):
+    for module in ("launch.meter", "diagnosis.state"):
         monkeypatch.setattr(f"rl.{module}.time", now)
     monkeypatch.setattr("rl.launch.meter.machine", lambda: Machine(["0", "1"], [0]))
     return clock

@@ -9,10 +9,10 @@ from itertools import pairwise
 import numpy as np
 
 from rl.commands.options import runs_given
-from rl.diagnosis.cost import totals
 from rl.launch.children import Children
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
+from rl.run_dir.cost import totals
 from rl.run_dir.numbers import Curve
 from rl.system.terminal import clip, digits, sparkline, table, visible, with_error
 

@@ -211,6 +211,17 @@ class CostConfig(Settings):
     per_million_trained: float = Field(0.0, ge=0)
     """Price of a million tokens of trained samples, prompts included."""
 
+    def price(self, spent: dict[str, float]) -> float:
+        """Returns the price of what was spent, see rl.run_dir.cost.totals."""
+        prices = {
+            "prefilled": self.per_million_prompt / 1e6,
+            "cached": self.per_million_prompt / 1e6,
+            "sampled": self.per_million_sampled / 1e6,
+            "batch": self.per_million_trained / 1e6,
+            "machine_s": self.per_hour / 3600,
+        }
+        return sum(prices.get(name.rpartition("/")[2], 0.0) * spent[name] for name in spent)
+
 
 class PrometheusConfig(Settings):
     """A page with the newest value of each metric, for Prometheus: `/metrics` of `rl`

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rl.diagnosis.cost import cost_lines
 from rl.diagnosis.environments import played
+from rl.run_dir.cost import cost_lines
 from rl.run_dir.files import Fence, LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
 from rl.run_dir.metrics import environment_rewards, parse_line
@@ -193,7 +193,6 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
             f"mismatch  {fmean(kl):.1e}   (mean KL between inference and trainer on tokens "
             "of the trained version)"
         )
-    report += cost_lines(numbers)
     newest = run_dir.newest_weights()
     paths = {
         "weights": newest[1] if newest else None,
@@ -203,11 +202,15 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
         "all of it": run_dir.root,
     }
     always = ("logs", "all of it")
-    return report + [
-        f"{what:<9} {path}"
-        for what, path in paths.items()
-        if path and (what in always or path.exists())
-    ]
+    return (
+        report
+        + cost_lines(numbers)
+        + [
+            f"{what:<9} {path}"
+            for what, path in paths.items()
+            if path and (what in always or path.exists())
+        ]
+    )
 
 
 def draw_curves(numbers: Numbers, path: Path, title: str, fence: Fence = None) -> None:

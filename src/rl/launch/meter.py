@@ -11,7 +11,8 @@ from collections import Counter
 from typing import Any
 
 from rl.config.run import RLConfig
-from rl.diagnosis.cost import gpus_up, price, totals
+from rl.diagnosis.state import gpus_up
+from rl.run_dir.cost import totals
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
 from rl.run_dir.numbers import Numbers
 from rl.run_dir.paths import RunDir
@@ -47,10 +48,16 @@ class Meter:
     def _look(self) -> None:
         """Adds the time since the last look for each machine that is up."""
         up = gpus_up(self.run_dir, self.config, self.signs) or self.here
-        before, self.looked = self.looked, time.monotonic()
+        now = time.monotonic()
+        passed_s, self.looked = now - self.looked, now
         for index, num_gpus in up.items():
-            for name, count in ((f"machine_{index}", 1), ("machine", 1), ("gpu", num_gpus)):
-                self.spent[f"cost/{name}_s"] += count * (self.looked - before)
+            self.spent.update(
+                {
+                    f"cost/machine_{index}_s": passed_s,
+                    "cost/machine_s": passed_s,
+                    "cost/gpu_s": num_gpus * passed_s,
+                }
+            )
 
     def write(self) -> None:
         """Writes a line; if the disk fails, the next line has it, too."""
@@ -58,7 +65,7 @@ class Meter:
         values = dict(self.spent)
         if any(self.config.cost.model_dump().values()):
             self.numbers.refresh()
-            values["cost/total"] = price(self.config.cost, totals(self.numbers) | values)
+            values["cost/total"] = self.config.cost.price(totals(self.numbers) | values)
         with contextlib.suppress(OSError):
             log = MetricsLog(self.run_dir.metrics, "rl")  # a repair replaces the file
             log.write(self.step, values)

@@ -33,8 +33,11 @@ class Scrape:
         """Raises RunError if the port is taken."""
         settings = self.config.prometheus
         assert settings
-        app = Starlette(routes=[Route("/metrics", self.page)])
-        gate = Gate(app, run_token(self.run_dir.status_dir), is_loopback(settings.host))
+        gate = Gate(
+            Starlette(routes=[Route("/metrics", self.page)]),
+            run_token(self.run_dir.status_dir),
+            is_loopback(settings.host),
+        )
         # this parser limits lines and headers
         server = uvicorn.Server(uvicorn.Config(gate, http="h11", log_config=None))
         sock = bind(settings.host, settings.port, "prometheus.port")

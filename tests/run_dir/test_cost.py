@@ -3,7 +3,7 @@
 import pytest
 
 from rl.config.run import CostConfig
-from rl.diagnosis.cost import cost_lines, price, totals
+from rl.run_dir.cost import cost_lines, totals
 from rl.run_dir.numbers import Numbers
 
 RUN = Numbers.of(
@@ -61,6 +61,6 @@ def test_the_price_is_that_of_machines_and_of_tokens_with_those_of_evaluations()
         "per_million_trained": 4900 * 100 / 1e6,
     }
     for key, value in prices.items():
-        assert price(CostConfig(**{key: value}), totals(RUN)) == pytest.approx(expected[key])
-    assert price(CostConfig(**prices), totals(RUN)) == pytest.approx(sum(expected.values()))
-    assert price(CostConfig(**prices), {}) == 0
+        assert CostConfig(**{key: value}).price(totals(RUN)) == pytest.approx(expected[key])
+    assert CostConfig(**prices).price(totals(RUN)) == pytest.approx(sum(expected.values()))
+    assert CostConfig(**prices).price({}) == 0
