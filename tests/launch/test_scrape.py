@@ -79,7 +79,7 @@ def test_the_page_wants_the_token_and_is_on_loopback_by_default(tmp_path, monkey
     scrape = scrape_of(tmp_path, said)
     scrape.send([{"step": 2, "source": "trainer", "loss/mean": 0.5}])
     scrape.start()
-    url = re.fullmatch(r"metrics   (http://127\.0\.0\.1:\d+/metrics), for scrapers .*", said[-1])[1]
+    url = re.fullmatch(r"metrics   (http://127\.0\.0\.1:\d+/metrics) .*", said[-1])[1]
     key = {"authorization": f"Bearer {TOKEN}"}
     answer = httpx.get(url, headers=key, timeout=60)
     assert answer.headers["content-type"].startswith("text/plain; version=")

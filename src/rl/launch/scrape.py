@@ -43,8 +43,7 @@ class Scrape:
         sock = bind(settings.host, settings.port, "prometheus.port")
         threading.Thread(target=server.run, args=([sock],), daemon=True).start()
         self.say(
-            f"metrics   http://{settings.host}:{sock.getsockname()[1]}/metrics, for scrapers with "
-            "the run's token"
+            f"metrics   http://{settings.host}:{sock.getsockname()[1]}/metrics (with the token)"
         )
 
     def page(self, _: Any) -> Response:
@@ -58,7 +57,7 @@ class Scrape:
             for line in lines:
                 for gauge in self.gauges.values() if line["source"] == "orchestrator" else ():
                     gauge.remove_by_labels({"source": "orchestrator"})
-                for name in line.keys() - {"time", "source"}:
+                for name in set(line) - {"time", "source"}:
                     key, words = series(name)
                     labels = {"run": self.config.name, "source": line["source"], **words}
                     if key not in self.gauges:
