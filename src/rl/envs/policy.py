@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.run import TRUNCATIONS, RendererConfig
+from rl.models import probes
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
 from rl.models.renderer import Renderer, load_renderer
 from rl.wire.inference_client import InferenceLostError, InferenceServers, PromptTooLongError
 from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns
-from rl.wire.worker_messages import Endpoint, PolicySpec, derived_seed
+from rl.wire.worker_messages import Endpoint, PolicySpec, RenderedChat, derived_seed
 
 SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
 OVERRIDABLE = ("max_tokens", "stop", "seed")
@@ -70,6 +71,17 @@ class Policy:
                 timeout_s,
                 inference_proxy=spec.inference_proxy,
             )
+
+    def chat_for_teachers(self) -> RenderedChat | None:
+        """Renders probes.CHAT, without its system message if the template refuses that; None for
+        an endpoint."""
+        if self.endpoint:
+            return None
+        messages, special = probes.CHAT, self.renderer.special_ids
+        try:
+            return RenderedChat(messages, self.renderer.prompt_ids(messages), special)
+        except RendererError:
+            return RenderedChat(messages[1:], self.renderer.prompt_ids(messages[1:]), special)
 
     @property
     def chat(self) -> "type[Conversation]":
