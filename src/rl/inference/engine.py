@@ -268,8 +268,8 @@ def of_prompt(entries: Any, token_ids: list[int]) -> bytes:
 
 
 def bound_top_k(params: SamplingParams, vocab_size: int) -> None:
-    """Gives a request the top_k that vLLM's GPU runner wants of each while it returns kept ids;
-    what is sampled stays the same."""
+    """Gives a request the top_k that vLLM's GPU runner wants of each while it returns kept ids.
+    What is sampled stays the same, but a greedy request draws among equal logits."""
     if not params.temperature:
         params.temperature, params.top_k = 1.0, 1
     elif params.top_k <= 0:
