@@ -97,6 +97,8 @@ class Policy:
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
         if self.spec.routes:
             sampling["routes"] = True
+        if self.spec.max_kept:
+            sampling["max_kept"] = self.spec.max_kept
         try:
             return await self.servers.generate(session, prompt_ids, sampling)
         except (InferenceLostError, ValueError) as error:

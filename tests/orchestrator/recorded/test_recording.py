@@ -66,6 +66,9 @@ def groups(tmp_path, model, *lines, **settings):
             of(prompt=(1.5,)),
             "Expected `int`, got `float` - at `$.turns[0].prompt_ids[0]`",
         ),
+        (of(kept=[[7], [9]]), "turns[0].kept[1]: lacks the token 8 itself, or has ids of another"),
+        (of(kept=[[7, VOCABULARY], []]), "turns[0].kept[0]: lacks the token 7 itself, or has ids"),
+        (of(kept=[[7]]), "policy versions and kept tokens differ in number: [1, 2]"),
         (of(prompt=()), "turns[0]: an answer to an empty prompt cannot be trained"),
         (
             of(prompt=(5,) * 127),
@@ -73,7 +76,7 @@ def groups(tmp_path, model, *lines, **settings):
         ),
         (
             of(logprobs=[-0.5]),
-            "turns[0]: an answer's tokens, logprobs and policy versions differ in number: [1, 2]",
+            "turns[0]: an answer's tokens, logprobs, policy versions and kept tokens differ in number: [1, 2]",
         ),
         (of(policy_versions=[[0, 3]]), "differ in number: [2, 3]"),
         (
