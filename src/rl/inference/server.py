@@ -219,6 +219,8 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     )
     engine.mirror = served.mirror
     engine.read_timeout_s = engine_process.LOAD_PATIENCE * served.engine_timeout_s
+    limit = engine.vllm_config.scheduler_config.max_num_batched_tokens
+    served.status.gauges["prefill_tokens"] = limit
     served.status.follow("requests", engine.get_num_unfinished_requests)
     engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), pid_scope()))
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
