@@ -176,12 +176,15 @@ def test_a_process_of_a_run_neither_resumes_nor_cleans(switch, capsys):
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_what_truncates_sampling_is_warned_about(capsys):
+def test_what_truncates_sampling_is_warned_about_if_the_trainer_is_not_told(capsys):
     load_config_or_exit([*ENV, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
+    assert not capsys.readouterr().err
+    unknown = [*ENV, "--trainer.max_kept", "0"]
+    load_config_or_exit([*unknown, "--orchestrator.sampling.top_p", "0.9"], "rl eval")
     (line,) = capsys.readouterr().err.splitlines()  # a sentence, without a line of our source
     assert line.startswith("rl eval: warning: orchestrator.sampling.top_p = 0.9 truncates ")
     assert "importance ratios come out below 1" in line
-    load_config_or_exit([*ENV, "--orchestrator.environment.sampling.min_p", "0.1"], "rl eval")
+    load_config_or_exit([*unknown, "--orchestrator.environment.sampling.min_p", "0.1"], "rl eval")
     assert (
         "rl eval: warning: orchestrator.environment.0.sampling.min_p = 0.1 truncates "
         in capsys.readouterr().err
@@ -197,7 +200,7 @@ def test_what_leaves_out_no_token_truncates_nothing(sampling, capsys):
     config, _ = load_config_or_exit(
         [*ENV, *f"--orchestrator.sampling.{sampling}".split()], "rl eval"
     )
-    assert not capsys.readouterr().err and not config.truncates(9)
+    assert not capsys.readouterr().err and not config.truncates(9, replayed=True)
     assert config.sampling_of(config.orchestrator.environment[0]).keys() == {
         "max_tokens",
         "temperature",
@@ -206,16 +209,17 @@ def test_what_leaves_out_no_token_truncates_nothing(sampling, capsys):
 
 def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
     """It switched off that a wrong trainer ends the run, as a smaller one does."""
-    config, _ = load_config_or_exit([*ENV, "--orchestrator.sampling.top_k", "49152"], "rl eval")
+    flags = [*ENV, "--orchestrator.sampling.top_k", "49152", "--trainer.max_kept"]
+    config, _ = load_config_or_exit([*flags, "0"], "rl eval")
     assert (
         "sampling.top_k = 49152 truncates what inference samples, unless no token of the model"
         in capsys.readouterr().err
     )
-    assert [config.truncates(vocab_size) for vocab_size in (49151, 49152, 49153)] == [
-        False,
-        False,
-        True,
-    ]
+    told, _ = load_config_or_exit([*flags, "512"], "rl eval")
+    for some, replayed in ((config, False), (told, True)):
+        truncated = [some.truncates(size, replayed=replayed) for size in (49151, 49152, 49153)]
+        assert truncated == [False, False, True]
+        assert not some.truncates(49153, replayed=not replayed)
 
 
 @pytest.mark.parametrize("place", ["m [1]", "hub/models--owner--m/snapshots/1f"])

@@ -72,6 +72,15 @@ def test_routes_are_kept_once_for_each_token():
     assert len(chain.routes) == 2 * (chain.num_tokens - 1)
 
 
+def test_kept_ids_are_asked_for_where_turns_are_trained():
+    """An evaluation may truncate although training does not; a GPU's server refuses it then."""
+    policy = StubPolicy(lambda prompt: "answer")
+    policy.spec.max_kept = 9
+    for seed in (None, 5):
+        answer(Conversation(policy, 0, SAMPLING, seed=seed), [user("question")])
+    assert [call["sampling"].get("max_kept") for call in policy.servers.asked] == [9, None]
+
+
 def test_words_that_the_assistant_has_begun_are_not_closed():
     """Regression: a second answer was sampled behind them, as if they were a whole turn."""
     chat = Conversation(StubPolicy(lambda prompt: "answer"), 0, SAMPLING)

@@ -395,7 +395,7 @@ def test_replies_without_tokens(tmp_path):
     )
     fails(
         "inference",
-        r"model server: an answer's tokens, logprobs and policy versions differ in number: "
+        r"model server: an answer's tokens, logprobs, policy versions and kept tokens differ in number: "
         r"\[1, 2\]",
         tmp_path,
         replying(uneven),

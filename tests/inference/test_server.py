@@ -49,6 +49,7 @@ from tests.inference.servers import (
     damaged_copy,
     image_of,
     in_memory,
+    load_policy,
     rescore,
     start_server,
     until_ended,
@@ -218,6 +219,50 @@ def test_a_cut_distribution_is_the_one_whose_logprobs_are_told(server):
         alone = server.generate(PROMPT, max_tokens=8, temperature=1.0, **cut)
         assert alone["token_ids"] == greedy["token_ids"], cut
         assert alone["logprobs"] == pytest.approx([0.0] * 8), cut
+
+
+CUTS = [
+    {"top_p": 0.8},
+    {"top_k": 20},
+    {"min_p": 0.1},
+    {"top_p": 0.8, "top_k": 20, "min_p": 0.1},
+    {"top_p": 0.8, "temperature": 0.7},
+]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_the_tokens_that_a_cut_keeps_are_told_and_sampled_logprobs_are_over_them(server, cut):
+    """Also while a greedy request is beside it, which takes another way through the sampler."""
+    wanted = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True, "max_kept": 97} | cut
+    with ThreadPoolExecutor(2) as pool:
+        with server.held():
+            asked = [wanted, wanted | {"temperature": 0.0}]
+            running = [pool.submit(server.generate, PROMPT, **sampling) for sampling in asked]
+            until(lambda: server.status()["num_running"] == 2)
+        answers = [request.result() for request in running]
+    assert "kept" not in answers[1], "nothing is left out of a greedy answer's one token"
+    for answer in (answers[0], server.generate(PROMPT, **wanted)):
+        ids = [*PROMPT, *answer["token_ids"]]
+        with torch.no_grad():
+            logits = load_policy(server.weights[0])(torch.tensor([ids])).logits[0].double()
+        logits = logits[len(PROMPT) - 1 : -1] / wanted["temperature"]
+        for row, token, kept, logprob in zip(
+            logits, answer["token_ids"], answer["kept"], answer["logprobs"], strict=True
+        ):
+            assert token in kept and len(kept) < len(row)
+            inside = row[kept].log_softmax(-1)[kept.index(token)]
+            assert float(inside) == pytest.approx(logprob, abs=TOLERANCE)
+            outside = row.clone().index_fill_(0, torch.tensor(kept), -torch.inf).max()
+            assert outside <= row[kept].min() + TOLERANCE, "the likeliest are kept"
+
+
+def test_sets_of_too_many_tokens_are_left_out_and_whole_ones_are_none(server):
+    wide = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True, "top_p": 0.999}
+    assert server.generate(PROMPT, **wide, max_kept=4)["kept"] == [None] * 6
+    assert "kept" not in server.generate(PROMPT, **wide)
+    for nothing in ({"top_k": 10**6}, {"top_k": 0}, {"min_p": 1e-30}):
+        everything = wide | {"top_p": 1.0, "max_kept": 512} | nothing
+        assert "kept" not in server.generate(PROMPT, **everything), nothing
 
 
 def test_turns_with_tools_are_trained_on_as_they_were_sampled(server, monkeypatch):

@@ -673,6 +673,17 @@ async def test_an_answer_without_max_tokens_has_a_bound(client, monkeypatch, ask
 
 
 @with_client
+async def test_a_client_that_cuts_its_samples_is_warned_once(client, capfd):
+    session_id = await client.base_session(await client.session())
+    for number, cut in enumerate([{"top_p": 1.0}, {"top_p": 0.9}, {"top_k": 3}]):
+        params = {"max_tokens": 4} | cut
+        await client.call("asample", sample_of(session_id, number, params=params))
+        assert capfd.readouterr().err.count("Leave them out where answers are trained") == (
+            number == 1
+        )
+
+
+@with_client
 async def test_the_sdk_finds_the_tokenizer_of_the_model_under_an_alias(client):
     """It looks for it by the name that get_info and samplers give; recipes compare that of runs
     and weights with theirs."""

@@ -36,7 +36,7 @@ from rl.trainer.parallel.world import World, check_nodes, start_world
 from rl.trainer.store import checkpoint
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch, VersionSpan
-from tests.trainer.samples import make_batch, make_sample, save_checkpoint
+from tests.trainer.samples import make_batch, make_sample, save_checkpoint, truncated
 from tests.wire.samples import aligned, changed
 
 STEPS = 3
@@ -61,6 +61,8 @@ class Layout:
     replay: str = "off"
     lora: bool | list[str] = False
     """Whether adapters are trained; or their targets."""
+    kept: bool = False
+    """Whether tokens were sampled by truncation."""
 
     @property
     def reference(self) -> str:
@@ -68,9 +70,9 @@ class Layout:
         return next(name for name, other in LAYOUTS.items() if other.task == self.task)
 
     @property
-    def task(self) -> tuple[str, str, bool | list[str], str]:
+    def task(self) -> tuple[str, str, bool | list[str], str, bool]:
         """What is trained, however it is divided."""
-        return self.model, self.loss, self.lora, self.replay
+        return self.model, self.loss, self.lora, self.replay, self.kept
 
 
 LAYOUTS = {
@@ -111,6 +113,10 @@ LAYOUTS |= {
 LAYOUTS |= {
     "one gspo": Layout(loss="gspo"),
     "context 4 gspo": Layout(4, context_parallel=4, micro_batch_tokens=40, loss="gspo"),
+}
+LAYOUTS |= {
+    "one kept": Layout(kept=True),
+    "context 2, data 2 kept": Layout(4, context_parallel=2, micro_batch_tokens=32, kept=True),
 }
 
 
@@ -246,6 +252,8 @@ def train(
     for batch in make_batches(layout.alone):
         if layout.replay == "engine":
             give_routes(batch)
+        if layout.kept:
+            batch = truncated(batch)
         packed = prepare(
             batch, config, world, model.config.get_text_config().hidden_size, layout.minibatches
         )

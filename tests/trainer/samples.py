@@ -1,11 +1,14 @@
 """Samples and checkpoints for the trainer's tests, and the comparison of two runs."""
 
+import math
 import random
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +22,7 @@ from rl.run_dir.paths import RunDir
 from rl.trainer.data.packing import Layout, Packed, pack
 from rl.trainer.store import checkpoint
 from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.turns import pack_kept
 from tests.wire.samples import aligned, aligned_sample, changed
 
 FLOAT32 = re.compile(r"router\.(weight|bias)|sinks|A_log|dt_bias")
@@ -172,12 +176,36 @@ def plain_scores(model, sample: TrainingSample) -> tuple[torch.Tensor, torch.Ten
     """Log-probabilities and entropies of a sample's loss tokens, alone in its row, by plain
     transformers and torch."""
     ids, mask = torch.tensor(sample.token_ids).long(), torch.tensor(aligned(sample).loss_mask[1:])
-    log_softmax = torch.log_softmax(
-        model(ids[None], use_cache=False).logits[0, :-1] / sample.temperature, -1
-    )
-    return log_softmax.gather(-1, ids[1:, None])[:, 0][mask], -(
-        log_softmax.exp() * log_softmax
-    ).sum(-1)[mask]
+    logits = model(ids[None], use_cache=False).logits[0, :-1][mask] / sample.temperature
+    if sample.kept is not None:
+        left_out = torch.zeros(logits.shape, dtype=torch.bool)
+        ends = sample.kept.counts.cumsum()[:-1]
+        for row, kept in zip(left_out, np.split(sample.kept.ids, ends), strict=True):
+            row |= len(kept) > 0
+            row[kept.tolist()] = False
+        logits = logits.masked_fill(left_out, -math.inf)
+    log_softmax = torch.log_softmax(logits, -1)
+    return log_softmax.gather(-1, ids[1:, None][mask])[:, 0], -(
+        log_softmax.exp() * log_softmax.clamp(min=-1e9)
+    ).sum(-1)
+
+
+def with_kept(sample: TrainingSample, sets: Sequence[Sequence[int]]) -> TrainingSample:
+    """A copy whose trained tokens were drawn from these ids; an empty set: from all."""
+    return msgspec.structs.replace(sample, kept=pack_kept(sets))
+
+
+def truncated(batch: TrainBatch, seed: int = 0) -> TrainBatch:
+    """The batch with a set of 1 to 40 ids at most tokens of most samples."""
+    rng = random.Random(seed)
+    samples = []
+    for sample in batch.samples:
+        sets = []
+        for target in sample.token_ids[sample.trained].tolist():
+            others = rng.sample([x for x in range(259) if x != target], rng.randrange(40))
+            sets.append(rng.sample(kept := [target, *others], len(kept)) * (rng.random() < 0.8))
+        samples.append(with_kept(sample, sets) if rng.random() < 0.8 else sample)
+    return TrainBatch(step=batch.step, samples=samples)
 
 
 def toy_step(model, optimizer) -> None:

@@ -279,6 +279,7 @@ def test_it_ends_before_it_trains_on_what_another_model_has_sampled(tied_folder,
     assert not read_metrics(config.run_dir.metrics), "no step was made"
     # then its log-probabilities are others, and the user was told
     config.orchestrator.sampling.top_p, config.max_steps = 0.5, 1
+    config.trainer.max_kept = 0
     write_config(config)
     with StubOrchestrator(config.run_dir, batches(1)):
         run_trainer(config)

@@ -39,6 +39,7 @@ from tests.trainer.samples import (
     in_bfloat16,
     run_config,
     save_checkpoint,
+    truncated,
 )
 
 ATEN = torch.ops.aten
@@ -93,11 +94,12 @@ def dense(query, key, value, tree, window, scale, cap=None, sinks=None):
 @pytest.mark.parametrize("loss", ["policy_gradient", "gspo"])
 def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_path, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 4000)  # several chunks of the logits
+    monkeypatch.setattr(head, "SELECTS_ON", ())  # as on a GPU
     AttentionInterface.register("rl_watched", partial(attention, attend=dense))
     settings = TrainerConfig.model_validate({"loss": {"type": loss, "entropy_coefficient": 0.01}})
     model = policy(make_tiny_model(tmp_path / family, CONFIGS[family]), world)
     model.set_attn_implementation("rl_watched")
-    samples = branching_batch()
+    samples = truncated(branching_batch())
     (row,) = rows_of(samples)
     tokens = TokenColumns(samples.num_loss_tokens, world.device, has_reference=False)
     statistics = Statistics(samples, world.device, tokens)

@@ -7,10 +7,18 @@ import msgspec
 import numpy as np
 
 from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
+from rl.wire.turns import pack_kept, unpack_kept
 
 
 def aligned_sample(
-    token_ids, loss_mask, logprobs, advantages, policy_versions, teacher_logprobs=None, **names
+    token_ids,
+    loss_mask,
+    logprobs,
+    advantages,
+    policy_versions,
+    teacher_logprobs=None,
+    kept=None,
+    **names,
 ) -> TrainingSample:
     """Makes a sample from aligned lists. `policy_versions` covers the tokens with loss_mask True,
     in order."""
@@ -39,6 +47,7 @@ def aligned_sample(
         spans=spans,
         packed_logprobs=packed(logprobs),
         packed_teacher=None if teacher_logprobs is None else packed(teacher_logprobs),
+        kept=kept and pack_kept([kept[index] for index in trained]),
         **names,
     )
 
@@ -64,6 +73,7 @@ def aligned(sample: TrainingSample) -> SimpleNamespace:
             for version, each in groupby(sample.versions.tolist())
         ],
         teacher_logprobs=None if teacher is None else whole(teacher.tolist(), 0.0),
+        kept=None if sample.kept is None else whole(unpack_kept(sample.kept), []),
     )
 
 

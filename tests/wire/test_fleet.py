@@ -167,7 +167,7 @@ def test_an_answer_of_an_older_version_than_was_promised_does_not_count():
         ({"max_model_len": 50}, "takes 50 tokens, but model.max_model_len = 100: start it with"),
         (
             {"protocol": 1},
-            r"is a server of another version of rl \(protocol 1, here 6\): start it from the "
+            r"is a server of another version of rl \(protocol 1, here 7\): start it from the "
             r"same installation",
         ),
     ],

@@ -507,7 +507,7 @@ def warnings_of(config: RLConfig) -> Iterator[tuple[str, str]]:
     truncated = {
         f"{'orchestrator' if getattr(env.sampling, name) is None else key}.sampling.{name}"
         for key, env in sections(config.orchestrator)
-        if isinstance(env, EnvConfig)
+        if isinstance(env, EnvConfig) and not config.replays_sampling(env)
         for name in config.sampling_of(env)
         if name in TRUNCATIONS
     }
@@ -515,8 +515,8 @@ def warnings_of(config: RLConfig) -> Iterator[tuple[str, str]]:
         yield (
             key,
             "truncates what inference samples, unless no token of the model is left out; the "
-            "trainer does not model that: importance ratios come out below 1 and mismatch_kl "
-            "above 0 even on-policy",
+            "trainer does not know which (trainer.max_kept = 0, or NeMo Gym): importance ratios "
+            "come out below 1 and mismatch_kl above 0 even on-policy",
         )
 
 

@@ -102,21 +102,20 @@ class SamplingOverrides(Settings):
     temperature: float | None = Field(None, ge=0)
     """Softmax temperature; 0 is greedy, in evaluations only."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Probability mass of nucleus sampling; 1 for all. Tokens outside have probability 0 only
-    for the sampler, so ratios are below 1."""
+    """Probability mass of nucleus sampling; 1 for all. The trainer computes with the same
+    tokens, see trainer.max_kept."""
     top_k: int | None = Field(None, ge=0)
-    """Number of likeliest tokens to sample from, 0 for all; affects ratios like top_p."""
+    """Number of likeliest tokens to sample from, 0 for all."""
     min_p: float | None = Field(None, ge=0, le=1)
-    """Lowest probability of a sampled token, relative to the likeliest one, 0 for none; affects
-    ratios like top_p."""
+    """Lowest probability of a sampled token, relative to the likeliest one, 0 for none."""
     stop: Annotated[list[str] | None, STOPS] = None
     """Strings that end a turn, left out of its content but trained. In a text, commas separate
     them and `\\n` is a newline; a list such as `[","]` is taken as it is."""
 
 
 class SamplingConfig(SamplingOverrides):
-    """How training rollouts are sampled: by temperature only, because truncating the
-    distribution also changes the importance ratio."""
+    """How training rollouts are sampled. The trainer computes probabilities over the same
+    tokens, see trainer.max_kept."""
 
     # always set in a training run
     max_tokens: int = Field(256, ge=1)  # ty: ignore[incompatible-mutable-override]

@@ -303,11 +303,19 @@ class RLConfig(Settings):
         """Whether a service trains and samples, and this machine only plays."""
         return self.trainer.backend == "tinker"
 
-    def truncates(self, vocab_size: int) -> bool:
-        """Whether inference samples from a truncated distribution, so that its log-probabilities
-        differ from the trainer's."""
+    def replays_sampling(self, env: EnvSource) -> bool:
+        """Whether the trainer is told which tokens truncation keeps. NeMo Gym's agents ask for
+        chats, whose answers do not tell."""
+        return self.trainer.max_kept > 0 and not env.head_server
+
+    def truncates(self, vocab_size: int, *, replayed: bool) -> bool:
+        """Whether inference samples from a truncated distribution, and the trainer computes with
+        the same (`replayed`) or with another one."""
         settings = [
-            item for env in self.orchestrator.environment for item in self.sampling_of(env).items()
+            item
+            for env in self.orchestrator.environment or [EnvSource()]  # `rl record`
+            if self.replays_sampling(env) == replayed
+            for item in self.sampling_of(env).items()
         ]
         return any(
             key in TRUNCATIONS and (key != "top_k" or value < vocab_size) for key, value in settings

@@ -217,6 +217,10 @@ class TrainerConfig(Settings):
     it computed the log-probabilities of the policy that the batch began with, in all optimizer
     steps of the batch. engine: that of sampling, which vLLM gives on GPUs; it takes a byte of
     the batch for each token, layer and chosen expert."""
+    max_kept: int = Field(512, ge=0)
+    """Most ids that truncation (sampling's top_p, top_k, min_p) may keep at a token for it to be
+    trained: its probability is then computed over these ids alone, as when it was sampled. At 0
+    it is computed over all ids, and ratios are below 1."""
     attention: Literal["auto", "blocks", "flex", "eager", "unpacked"] = "auto"
     """How attention within a row of packed samples is computed. auto: the fastest way that a
     test at the start finds exact for the model: `blocks` on CPUs, `flex` (compiled) on GPUs,

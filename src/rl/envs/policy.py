@@ -18,7 +18,7 @@ from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns
 from rl.wire.worker_messages import Endpoint, PolicySpec, RenderedChat, derived_seed
 
-SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
+SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "max_kept")
 OVERRIDABLE = ("max_tokens", "stop", "seed")
 """Sampling parameters that an environment may set per call; not the temperature, as the trainer
 scores tokens at the configured one."""
@@ -178,9 +178,11 @@ class Conversation:
             overrides.get(key) not in (None, self.sampling.get(key, plain))
             for key, plain in FORCED.items()
         )
-        seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
+        sampling = {"max_kept": self.policy.spec.max_kept or None} | self.sampling
+        if self.seed is not None:  # an evaluation, which is not trained
+            sampling |= {"max_kept": None, "seed": derived_seed(self.seed, self.asked)}
         self.asked += 1
-        return await self.policy.sample(self.session, ids, self.sampling | seed, overrides)
+        return await self.policy.sample(self.session, ids, sampling, overrides)
 
     def before_stop(self, answer: Answer, overrides: dict[str, Any]) -> Answer:
         """An answer without the stop string that ended it, which OpenAI's servers leave out,

@@ -3,13 +3,17 @@ takes a random number for each token of the vocabulary."""
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput, SamplingMaskLists
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import Sampler
+
+from rl.wire.messages import TOO_MANY
 
 BLOCK = 1024
 """Tokens per block (the last may be shorter); a search over the blocks precedes one inside a
@@ -25,6 +29,9 @@ SEED = "rl_seed"
 last draw the engine undoes when it computes a prompt in pieces. A CPU generator cannot be rewound,
 and the engine dies."""
 MASK = 2**64 - 1
+MAX_KEPT = "rl_max_kept"
+"""The key among a request's `extra_args` that asks for the ids that truncation keeps, and says of
+how many at a token."""
 
 
 def carry_seed(params: SamplingParams) -> None:
@@ -37,6 +44,22 @@ def carry_seed(params: SamplingParams) -> None:
 def carried_seed(params: SamplingParams | None) -> int | None:
     """The seed of a request; None if it has none."""
     return params.extra_args.get(SEED) if params is not None and params.extra_args else None
+
+
+def max_kept(params: SamplingParams | None) -> int:
+    """Of how many ids at a token a request wants to know; 0 if of none."""
+    return (params.extra_args or {}).get(MAX_KEPT, 0) if params else 0
+
+
+NOTHING, TOO_MANY_IDS = np.array([], np.int32), np.array([TOO_MANY], np.int32)
+
+
+def limited(ids: np.ndarray, limit: int, vocab_size: int) -> np.ndarray:
+    """Returns the ids that were kept at a token, [kept] int32; NOTHING for the whole vocabulary,
+    TOO_MANY_IDS for more than `limit`."""
+    if len(ids) == vocab_size:
+        return NOTHING
+    return ids.astype(np.int32) if len(ids) <= limit else TOO_MANY_IDS
 
 
 def counted_uniform(seed: int, position: int) -> float:
@@ -112,14 +135,54 @@ def uniforms(runner: Any, rows: int) -> Tensor:
     return uniform
 
 
+class Truncation:
+    """Remembers which ids truncation has left at each token of a step, for the requests that ask
+    for them; vLLM's own runner for CPUs cannot (its argument `return_sampling_mask`)."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.sample = runner, runner.sample_tokens
+        self.masks: SamplingMaskLists | None = None
+        runner.sample_tokens = self.sample_tokens
+
+    def see(self, logits: Tensor) -> None:
+        """Takes the ids from truncated logits, [rows, vocabulary]: the others are at -inf."""
+        names = self.runner.input_batch.req_ids[: len(logits)]
+        limits = [max_kept(self.runner.requests[name].sampling_params) for name in names]
+        if not any(limits):
+            return
+        rows = [
+            limited(torch.isfinite(row).nonzero().squeeze(1).numpy(), limit, len(row))
+            if limit
+            else NOTHING
+            for row, limit in zip(logits, limits, strict=True)
+        ]
+        self.masks = SamplingMaskLists(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
+
+    def sample_tokens(self, *args: Any) -> Any:
+        """The runner's method; its output gets the ids."""
+        self.masks = None
+        output = self.sample(*args)
+        output.sampling_masks = self.masks
+        return output
+
+
+class KeptScheduler(Scheduler):
+    """vLLM's scheduler, which passes on the ids that `Truncation` finds. Its own argument for that
+    is refused on CPUs."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.return_sampling_mask = True
+
+
 class Drawing(torch.nn.Module):
     """Replaces vLLM's draw by `draw`. vLLM's makes different tokens from the same seed, and a
     request's tokens must not depend on whether another one in the batch is greedy or wants more
     log-probabilities."""
 
-    def __init__(self, runner: Any):
+    def __init__(self, runner: Any, truncation: Truncation):
         super().__init__()
-        self.runner = runner
+        self.runner, self.truncation = runner, truncation
 
     def forward(
         self, logits: Tensor, _generators: object, top_k: Tensor | None, top_p: Tensor | None
@@ -127,6 +190,7 @@ class Drawing(torch.nn.Module):
         """Returns the tokens [rows] and the log-probabilities of the distributions that they are
         drawn from [rows, vocabulary]."""
         logits = apply_top_k_top_p(logits, top_k, top_p)
+        self.truncation.see(logits)
         logprobs = logits.log_softmax(dim=-1)
         tokens, _ = draw(logits, uniforms(self.runner, len(logits)))
         return tokens.squeeze(1), logprobs
@@ -143,7 +207,8 @@ class DrawingSampler(Sampler):
 
     def __init__(self, runner: Any) -> None:
         super().__init__("processed_logprobs")
-        self.runner, self.topk_topp_sampler = runner, Drawing(runner)
+        self.runner, self.truncation = runner, Truncation(runner)
+        self.topk_topp_sampler = Drawing(runner, self.truncation)
 
     def forward(
         self,
@@ -162,6 +227,7 @@ class DrawingSampler(Sampler):
         for processor in wanted.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
         logits = apply_top_k_top_p(logits, wanted.top_k, wanted.top_p)
+        self.truncation.see(logits)
         tokens, logprobs = draw(logits, uniforms(self.runner, len(logits)))
         tokens, ranks = tokens.to(torch.int32), torch.zeros(len(tokens), dtype=torch.int64)
         return SamplerOutput(tokens, LogprobsTensors(tokens, logprobs, ranks))

@@ -30,6 +30,7 @@ OWNED = {
     "port": "inference.port",
     "enable_lora": "trainer.lora",
     "enable_return_routed_experts": "trainer.router_replay",
+    "return_sampling_mask": "trainer.max_kept",
     "max_lora_rank": "trainer.lora.rank",
     "max_loras": "orchestrator.max_off_policy_steps",
 }

@@ -11,6 +11,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from rl.inference.chat import Answers
+from rl.inference.draw import MAX_KEPT
 from rl.inference.engine import CutOffError, VersionedEngine
 from rl.inference.weight_files import WeightsGoneError
 from rl.run_dir.files import UNREADABLE
@@ -31,12 +32,13 @@ def reply(content: Any) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 
-def to_sampling_params(sampling: Sampling) -> SamplingParams:
+def to_sampling_params(sampling: Sampling, vocab_size: int) -> SamplingParams:
     """Returns vLLM's parameters: one final output, and text only if stop strings need it.
     `logprobs=0` asks for the log-probability of the sampled token, without alternatives."""
     fields = msgspec.structs.asdict(sampling)
     of_prompt = fields.pop("prompt_logprobs")
     routes = {"routed_experts_prompt_start": 0} if fields.pop("routes") else {}
+    max_kept = fields.pop("max_kept") * sampling.truncates(vocab_size)
     return SamplingParams(
         **fields,
         prompt_logprobs=0 if of_prompt else None,
@@ -45,6 +47,7 @@ def to_sampling_params(sampling: Sampling) -> SamplingParams:
         flat_logprobs=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,  # they may be stop strings
+        extra_args={MAX_KEPT: max_kept} if max_kept else None,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
@@ -78,7 +81,7 @@ def make_router(engine: VersionedEngine, served_model_name: str, answers: Answer
                     f"{max_model_len} must hold prompt and answer together"
                 )
                 return refusal(400, "prompt_too_long", message, **sizes)
-            params = to_sampling_params(body.sampling)
+            params = to_sampling_params(body.sampling, engine.vocab_size)
             answer = engine.sample(body.token_ids, params, body.session, body.sampling.routes)
             sampled = await unless_disconnected(request, answer)
         except (*UNREADABLE, VLLMClientError, ValueError) as error:

@@ -19,7 +19,7 @@ from rl.config.trainer import EXPERTS
 from rl.inference import engine_process
 from rl.inference.engine_args import parse_engine_args
 from rl.inference.weight_files import read_tensors
-from rl.models.folder import read_json
+from rl.models.folder import read_json, vocab_size
 from rl.run_dir.access_token import is_loopback
 from rl.run_dir.checksums import Mirror
 from rl.run_dir.status import Status
@@ -36,12 +36,20 @@ and of tokens per block. Only whole blocks are shared: with vLLM's 128, each rol
 would compute a short prompt again, and 64 answers took 4.6 s instead of 3.2."""
 
 
+SILENT = {"scheduler_cls", "speculative_config"}
+"""vLLM's arguments with which our draw and scheduler on CPUs are not used."""
+
+
 def cpu_defaults(engine_args: dict[str, Any]) -> dict[str, Any]:
     """Default vLLM arguments for the CPU.
 
     Eager: compiling takes a minute at every start and saves a quarter of the time per token.
     """
-    defaults: dict[str, Any] = {"enforce_eager": True, "block_size": CPU_KV_BLOCK}
+    defaults: dict[str, Any] = {
+        "enforce_eager": True,
+        "block_size": CPU_KV_BLOCK,
+        "scheduler_cls": "rl.inference.draw.KeptScheduler",
+    }
     parallel = {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
     if all(value == 1 for key, value in engine_args.items() if key.replace("-", "_") in parallel):
         defaults["distributed_executor_backend"] = "uni"
@@ -211,6 +219,8 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     )
     engine.mirror = served.mirror
     engine.read_timeout_s = engine_process.LOAD_PATIENCE * served.engine_timeout_s
+    limit = engine.vllm_config.scheduler_config.max_num_batched_tokens
+    served.status.gauges["prefill_tokens"] = limit
     served.status.follow("requests", engine.get_num_unfinished_requests)
     engine.all_here = all(await engine.on_every_worker("begin", os.getpid(), pid_scope()))
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
@@ -299,9 +309,18 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
             )
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
         ours["enable_return_routed_experts"] = True
+    if not on_cpu and config.truncates(vocab_size(Path(model_path)), replayed=True):
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives kept ids
+        ours["return_sampling_mask"] = True
     ours |= adapter_arguments(config, model_path, on_cpu)
     settings_of_user = resolve(settings.vllm, "inference.vllm")
     if on_cpu:
+        for key in SILENT.intersection(key.replace("-", "_") for key in settings_of_user):
+            if config.truncates(vocab_size(Path(model_path)), replayed=True):
+                raise ConfigError(
+                    f"inference.vllm.{key}: with it vLLM does not tell on CPUs which tokens top_p, "
+                    "top_k or min_p keep; leave one of them out, or set trainer.max_kept = 0"
+                )
         ours |= cpu_defaults(settings_of_user)
     return parse_engine_args(settings_of_user, ours)
 

@@ -350,6 +350,10 @@ ROLLOUTS = {
     "batch.",
     "env/<env>/quarantined": "1 if the environment is lost: left out because its workers kept "
     "dying.",
+    "tokens/kept_overflow": "Number of sampled tokens that are not trained, because truncation "
+    "(top_p, top_k, min_p) kept more ids than trainer.max_kept.",
+    "tokens/kept_mean": "Mean number of ids that truncation kept, over the tokens where it left "
+    "any out.",
     "rollouts/route_bytes": "Bytes of routes per token of the trained rollouts, with "
     "trainer.router_replay = engine.",
     "lag/mean": "Mean lag of the trained tokens in versions: N - 1 minus the version that sampled "

@@ -181,6 +181,8 @@ class RoleStatus(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     """Rollouts in flight."""
     requests: int | None = None
     """Requests in flight at inference."""
+    prefill_tokens: int = 0
+    """The most tokens of prompts that inference computes at once."""
 
     def lives(self) -> bool | None:
         """Returns whether the process is alive; None if that cannot be seen from here."""

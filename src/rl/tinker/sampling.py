@@ -12,6 +12,7 @@ that its `model` names.
 
 import asyncio
 import math
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -28,7 +29,7 @@ from rl.run_dir.checksums import content_id
 from rl.run_dir.files import CorruptFileError
 from rl.system.errors import RunError
 from rl.tinker.codec import STABLE_REINFORCE, sample_message
-from rl.tinker.requests import JSON, CreateSamplingSession, Sample
+from rl.tinker.requests import JSON, CreateSamplingSession, Sample, SamplingParams
 from rl.tinker.storage import MODEL_ID, SAMPLER, CallAnswer, CallLog, ClientCall, Storage
 from rl.tinker.training import encoded, wrong_base
 from rl.wire.http import RETRY_S, AwayError
@@ -164,6 +165,7 @@ class SamplingSessions:
         """When each target was last asked for."""
         self.base = Target("", 0, str(storage.base), "")
         self.expire_at = -math.inf
+        self.told_of_truncation = False
 
     def versions(self, model_id: str) -> set[int]:
         """Returns the versions of a model that were lately sampled from."""
@@ -301,8 +303,21 @@ class SamplingSessions:
             del session.tasks[number]
         session.log.answer(answer)
 
+    def tell_of_truncation(self, params: SamplingParams) -> None:
+        """Warns once: the API has no place for the tokens that truncation kept."""
+        if (params.top_p < 1 or params.top_k > 0) and not self.told_of_truncation:
+            self.told_of_truncation = True
+            print(
+                "rl serve: WARNING: a client samples with top_p or top_k: the log-probabilities of "
+                "its answers are over the kept tokens alone, and training computes with all. Leave "
+                "them out where answers are trained",
+                file=sys.stderr,
+                flush=True,
+            )
+
     async def _sample(self, session: Session, request: Sample) -> bytes:
         prompt, params, target = prompt_ids(request), request.sampling_params, session.target
+        self.tell_of_truncation(params)
         room = self.config.model.max_model_len - len(prompt)
         sampling: dict[str, Any] = {
             "max_tokens": min(params.max_tokens or DEFAULT_TOKENS, room),

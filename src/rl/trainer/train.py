@@ -450,7 +450,7 @@ def start(
         if world.is_main:
             client = OrchestratorClient(run_dir, departure.asked.is_set)
         strict = settings.strict_parity
-        if strict is None and config.truncates(text_config.vocab_size):
+        if strict is None and config.truncates(text_config.vocab_size, replayed=False):
             strict = False
         limit = RUN_LIMITS[config.model.dtype]
         context.parity = ParityWatch(limit, strict, client, bool(settings.lora))
@@ -464,6 +464,7 @@ def start(
         config=config,
         world=world,
         hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
         minibatches=settings.minibatches,
         mode=mode_of(*filter(None, (model, context.reference))),
         routers=model.get_output_embeddings().forward.routers,

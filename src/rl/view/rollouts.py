@@ -321,6 +321,8 @@ REASONS = {
     "overlong": "its prompt left no room for an answer: raise model.max_model_len",
     "truncated": "its answer was cut off, and orchestrator.mask_truncated leaves such answers out; "
     "raise orchestrator.sampling.max_tokens",
+    "kept_overflow": "at each of its tokens sampling kept more ids than trainer.max_kept; raise "
+    "that, or set orchestrator.sampling.top_k",
     "filtered": "orchestrator.filter dropped it",
     "not_trainable": "its agent is not trained",
     "environment": "it failed: the environment's code raised an exception",

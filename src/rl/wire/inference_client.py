@@ -112,7 +112,7 @@ class Balancer:
 # The client ---------------------------------------------------------------------------------------
 
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Incremented when the meaning of a request or an answer changes."""
 STATUS_S = 5.0
 """A server that does not report its version within this time gets no new requests; after the

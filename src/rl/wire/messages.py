@@ -1,6 +1,7 @@
 """The messages that trainer and orchestrator exchange, and what clients ask of a server of
 inference: few types, no torch."""
 
+from array import array
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -38,6 +39,41 @@ class TrainedSpan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     advantage: float
 
 
+TOO_MANY = -1
+"""The count of a sampled token for which more ids were kept than were asked for."""
+
+
+class KeptTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The ids that truncation (top_p, top_k, min_p) kept at each of N sampled tokens. The sampler
+    drew from these alone, so the trainer renormalises over the same."""
+
+    packed_counts: bytes
+    """[N] int32: the number of ids at each token, in order. 0: all ids, nothing was truncated;
+    TOO_MANY: the token cannot be trained."""
+    packed_ids: bytes
+    """[sum of the positive counts] int32."""
+
+    def __post_init__(self) -> None:
+        ids = len(self.packed_ids) / ITEM_BYTES
+        if len(self.packed_counts) % ITEM_BYTES or sum(self.sizes) != ids:
+            raise ValueError(f"the kept tokens have {ids:g} ids, their counts say otherwise")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of ids at each token, TOO_MANY as 0."""
+        return [max(0, count) for count in array("i", self.packed_counts)]
+
+    @property
+    def counts(self) -> "np.ndarray":
+        """[N] int32."""
+        return column(self.packed_counts, "int32")
+
+    @property
+    def ids(self) -> "np.ndarray":
+        """[sum of the positive counts] int32."""
+        return column(self.packed_ids, "int32")
+
+
 class TrainingSample(msgspec.Struct, kw_only=True):
     """One token sequence with the inputs of the loss. Numbers are bytes, so that no rank makes
     a Python object of each token. T is the number of tokens, N that
@@ -65,6 +101,8 @@ class TrainingSample(msgspec.Struct, kw_only=True):
     temperature: float = 1.0
     packed_teacher: bytes | None = None
     """[N] float32: the teacher's log-probabilities, nats; None without a teacher."""
+    kept: KeptTokens | None = None
+    """Of the N trained tokens, none of which has TOO_MANY; None if no token was truncated."""
     routes: bytes | None = None
     """The experts, in each layer, of each token before the last trained one, as the sampler
     chose them: see the trainer's Routers."""
@@ -80,7 +118,11 @@ class TrainingSample(msgspec.Struct, kw_only=True):
             end = span.end
         columns = {
             len(column)
-            for column in (self.packed_logprobs, self.packed_teacher)
+            for column in (
+                self.packed_logprobs,
+                self.packed_teacher,
+                self.kept.packed_counts if self.kept else None,
+            )
             if column is not None
         }
         if len(self.packed_ids) % ITEM_BYTES or columns != {self.num_trained * ITEM_BYTES}:
@@ -273,7 +315,16 @@ class Sampling(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     routes: bool = False
     """Return the routes of all tokens but the last."""
+    max_kept: int = 0
+    """If tokens are left out, return those that are kept, up to so many for each sampled token;
+    0: none."""
     prompt_logprobs: bool = False
+
+    def truncates(self, vocab_size: int) -> bool:
+        """Whether tokens are left out of what is sampled."""
+        return self.temperature > 0 and (
+            self.top_p < 1 or 0 < self.top_k < vocab_size or self.min_p > 0
+        )
 
 
 class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):

@@ -101,8 +101,13 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def num_sampled(self) -> int:
-        """Number of trainable tokens: those whose ids and log-probabilities are known."""
+        """Number of tokens whose ids and log-probabilities are known."""
         return sum(answer.num_tokens for answer in self.turns.answers)
+
+    @property
+    def num_untrained(self) -> int:
+        """Number of these that cannot be trained, because too many ids were kept."""
+        return sum(len(answer.untrained) for answer in self.turns.answers)
 
     @property
     def num_tokens(self) -> int:
@@ -177,6 +182,7 @@ Untrained = Literal[
     # set when the group is judged
     "error",  # a rollout of the group failed
     "truncated",  # all answers were cut off
+    "kept_overflow",  # sampling kept more than trainer.max_kept ids at each token
     "overlong",  # no token was sampled, and a prompt left no room
     "empty",  # no token was sampled
     "filtered",  # the user's filter dropped it
@@ -257,6 +263,8 @@ def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
         return "filtered"
     if not rollout.num_sampled:
         return "overlong" if rollout.overlong else "empty"
+    if rollout.num_untrained == rollout.num_sampled:
+        return "kept_overflow"
     return "truncated" if rollout.truncated and mask_truncated else None
 
 

@@ -12,11 +12,12 @@ after, and nothing has to be compared again.
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from rl.wire.messages import ITEM_BYTES, VersionSpan
+from rl.wire.messages import ITEM_BYTES, TOO_MANY, KeptTokens, VersionSpan
 
 
 class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -33,6 +34,8 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     routes: bytes = b""
     """Routes of all tokens but the last, with the same number of bytes for each, see
     TrainingSample; empty if they were not asked for."""
+    kept: KeptTokens | None = None
+    """Of the completion's tokens; None if none was truncated, or they were not asked for."""
     packed_prompt_logprobs: bytes = b""
     """One for each token of the prompt, of the model itself at temperature 1; nan for the first.
     Empty if they were not asked for."""
@@ -40,9 +43,11 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         num_tokens = sum(span.num_tokens for span in self.policy_versions)
         sizes = {len(self.packed_ids), len(self.packed_logprobs), num_tokens * ITEM_BYTES}
+        if self.kept:
+            sizes.add(len(self.kept.packed_counts))
         if len(sizes) > 1:
             raise ValueError(
-                "an answer's tokens, logprobs and policy versions differ in number: "
+                "an answer's tokens, logprobs, policy versions and kept tokens differ in number: "
                 f"{[size // ITEM_BYTES for size in sorted(sizes)]}"
             )
         if self.packed_prompt and len(self.routes) % max(1, len(self.token_ids) - 1):
@@ -98,6 +103,7 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
             "policy_versions": self.policy_versions,
             "finish_reason": self.finish_reason,
             **({"routes": self.routes} if self.routes else {}),
+            **({"kept": unpack_kept(self.kept)} if self.kept else {}),
         }
 
 
@@ -128,6 +134,8 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     finish_reason: str
     teacher_logprobs: bytes | None = None
     """Those under the teacher."""
+    kept: KeptTokens | None = None
+    """As in Turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +145,19 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def untrained(self) -> list[int]:
+        """The indices of the tokens that cannot be trained, because too many ids were kept."""
+        counts = unpack_ids(self.kept.packed_counts) if self.kept else []
+        return [index for index, count in enumerate(counts) if count == TOO_MANY]
+
+    def of_trained(self, column: bytes) -> bytes:
+        """Returns a column, with ITEM_BYTES for each token, without the untrained tokens."""
+        if not (untrained := {*self.untrained}):
+            return column
+        items = array("i", column)
+        return array("i", [item for i, item in enumerate(items) if i not in untrained]).tobytes()
 
 
 class Turns(msgspec.Struct, omit_defaults=True, gc=False):
@@ -169,6 +190,8 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 answer.logprobs
             ):
                 raise ValueError("an answer's tokens and teacher logprobs differ in number")
+            if answer.kept and len(answer.kept.packed_counts) != len(answer.logprobs):
+                raise ValueError("an answer's tokens and kept tokens differ in number")
 
     @staticmethod
     def of(turns: Iterable[Turn]) -> "Turns":
@@ -196,6 +219,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 turn.packed_logprobs,
                 turn.policy_versions,
                 turn.finish_reason,
+                kept=turn.kept,
             )
         )
 
@@ -246,6 +270,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             policy_versions=answer.policy_versions,
             finish_reason=answer.finish_reason,
             routes=self.routes(answer.chain, answer.end - 1),
+            kept=answer.kept,
         )
 
     def __len__(self) -> int:
@@ -283,6 +308,23 @@ def pack_logprobs(logprobs: Sequence[float | None]) -> bytes:
 
 def unpack_logprobs(data: bytes) -> list[float]:
     return array("f", data).tolist()
+
+
+def pack_kept(sets: Sequence[Sequence[int] | None]) -> KeptTokens | None:
+    """Packs the ids that were kept at each token: none if all were, None for TOO_MANY. Returns
+    None if nothing was truncated. Raises OverflowError or TypeError for what is no id."""
+    counts = [TOO_MANY if ids is None else len(ids) for ids in sets]
+    packed = b"".join(pack_ids(ids) for ids in sets if ids is not None)
+    return KeptTokens(pack_ids(counts), packed) if any(counts) else None
+
+
+def unpack_kept(kept: KeptTokens) -> list[list[int] | None]:
+    """Returns what `pack_kept` has packed."""
+    ids = iter(unpack_ids(kept.packed_ids))
+    return [
+        None if count == TOO_MANY else list(islice(ids, count))
+        for count in unpack_ids(kept.packed_counts)
+    ]
 
 
 def num_common(tail: bytes, prompt: bytes) -> int:

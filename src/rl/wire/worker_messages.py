@@ -72,6 +72,8 @@ class PolicySpec(msgspec.Struct, kw_only=True):
     """Unix socket for requests to the servers; empty: they go over the network."""
     routes: bool = False
     """Whether the servers give the routes of tokens (trainer.router_replay = engine)."""
+    max_kept: int = 0
+    """Up to how many ids per token they give that truncation kept; 0: none."""
     endpoint: Endpoint | None = None
     head_server: str = ""
     """Head server of NeMo Gym, whose model server is the policy instead (`rl env --serve-gym`);

@@ -3,10 +3,10 @@ import random
 import msgspec
 import pytest
 
-from rl.orchestrator.batches.contents import group_samples, join_spans
+from rl.orchestrator.batches.contents import batch_metrics, group_samples, join_spans
 from rl.wire.messages import VersionSpan
-from rl.wire.rollouts import Group, Rollout
-from rl.wire.turns import Turn, pack_logprobs, unpack_logprobs
+from rl.wire.rollouts import Group, Rollout, why_left_out
+from rl.wire.turns import Turn, pack_kept, pack_logprobs, unpack_kept, unpack_logprobs
 from tests.orchestrator.made import turn
 from tests.wire.samples import aligned, aligned_sample
 
@@ -25,12 +25,19 @@ def merge_whole_prompts(turns):
     return chains
 
 
+def sets_of(one):
+    return unpack_kept(one.kept) if one.kept else [[]] * len(one.completion_ids)
+
+
 def sample_of(chain, group, rollout_id, advantage, scores):
-    token_ids, mask, logprobs, teacher = [], [], [], []
+    token_ids, mask, logprobs, teacher, kept = [], [], [], [], []
     for one in chain:
+        sets = sets_of(one)
         new = one.prompt_ids[len(token_ids) :]
         token_ids += new + one.completion_ids
-        mask += [False] * len(new) + [True] * len(one.completion_ids)
+
+        mask += [False] * len(new) + [ids is not None for ids in sets]
+        kept += [[]] * len(new) + sets
         logprobs += [0.0] * len(new) + one.logprobs
         teacher += [0.0] * len(new) + unpack_logprobs(scores.get(id(one), b""))
     return aligned_sample(
@@ -38,18 +45,33 @@ def sample_of(chain, group, rollout_id, advantage, scores):
         loss_mask=mask,
         logprobs=logprobs,
         advantages=[advantage if sampled else 0.0 for sampled in mask],
-        policy_versions=join_spans([span for one in chain for span in one.policy_versions]),
+        policy_versions=[
+            VersionSpan(version, 1)
+            for version, is_trained in zip(
+                [
+                    span.policy_version
+                    for one in chain
+                    for span in one.policy_versions
+                    for _ in range(span.num_tokens)
+                ],
+                [ids is not None for one in chain for ids in sets_of(one)],
+                strict=True,
+            )
+            if is_trained
+        ],
         env=group.env,
         group_id=group.group_id,
         rollout_id=rollout_id,
         temperature=group.temperature,
         teacher_logprobs=teacher if any(scores.get(id(one)) for one in chain) else None,
+        kept=kept if any(one.kept for one in chain) else None,
     )
 
 
 def random_turns(draw):
     """A conversation whose prompts continue an earlier turn, a part of one, or nothing; few
-    different ids, for many coincidences."""
+    different ids, for many coincidences. In some turns sampling keeps the whole vocabulary, some
+    ids, or too many."""
     turns = []
     for _ in range(draw.randrange(1, 14)):
         before = draw.choice(turns).token_ids if turns and draw.random() < 0.85 else []
@@ -68,6 +90,8 @@ def random_turns(draw):
             "policy_versions": spans,
             "finish_reason": draw.choice(["stop", "length"]),
         }
+        sets = [draw.choice([[], None, [id, 7]]) for id in answer["completion_ids"]]
+        answer["kept"] = pack_kept(sets) if draw.random() < 0.5 else None
         turns.append(Turn.of(prompt, **answer))
     return turns
 
@@ -98,6 +122,19 @@ def test_samples_of_branching_conversations_are_those_of_their_whole_prompts(wit
         assert list(map(aligned, group_samples(group))) == list(map(aligned, expected)), seed
         found = group.rollouts[0].turns
         assert list(found) == turns and found[-1] == turns[-1] and len(found) == len(turns)
+
+
+def test_tokens_of_which_too_many_were_kept_are_counted_and_alone_make_a_rollout_untrained():
+    some = turn([1], [2, 3, 4], kept=pack_kept([None, [3, 5], []]))
+    none = turn([1], [2, 3], kept=pack_kept([None, None]))
+    whole = turn([1], [2, 3], kept=pack_kept([[], []]))
+    assert whole.kept is None
+    rollouts = [Rollout(turns=[one]) for one in (some, none, whole)]
+    assert [why_left_out(rollout, False) for rollout in rollouts] == [None, "kept_overflow", None]
+    group = Group(group_id=0, env="e", task=0, rollouts=rollouts, advantages=[1.0, -1.0, 2.0])
+    metrics = batch_metrics(1, [group])
+    assert (metrics["tokens/kept_overflow"], metrics["tokens/kept_mean"]) == (3, 2.0)
+    assert [sample.rollout_id for sample in group_samples(group)] == [0, 2]
 
 
 def test_a_rollout_is_linear_in_its_tokens_whether_history_is_kept_or_rewritten():

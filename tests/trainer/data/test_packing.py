@@ -37,7 +37,14 @@ from rl.wire.parity import LIMITS
 from tests.trainer import loss_formulas as formulas
 from tests.trainer.layouts import gradients_of, weights_of
 from tests.trainer.policies import learner
-from tests.trainer.samples import assert_equal, make_batch, make_sample, plain_scores
+from tests.trainer.samples import (
+    assert_equal,
+    make_batch,
+    make_sample,
+    plain_scores,
+    truncated,
+    with_kept,
+)
 from tests.wire.samples import aligned, aligned_sample
 
 A, B, C, D, E = range(10, 15)
@@ -89,7 +96,7 @@ def random_batch(rng: random.Random) -> TrainBatch:
                 else None,
             )
         )
-    return TrainBatch(step=5, samples=samples)
+    return truncated(TrainBatch(step=5, samples=samples), rng.randrange(100))
 
 
 def expected_tokens(batch: TrainBatch) -> list[tuple]:
@@ -100,6 +107,9 @@ def expected_tokens(batch: TrainBatch) -> list[tuple]:
         versions = iter(
             [span.policy_version for span in s.policy_versions for _ in range(span.num_tokens)]
         )
+        kept, sets = sample.kept, iter(())
+        if kept is not None:
+            sets = iter(np.split(kept.ids, kept.counts.cumsum()[:-1]))
         for t in (t for t, mask in enumerate(s.loss_mask) if mask):
             teacher = s.teacher_logprobs[t] if s.teacher_logprobs else None
             values = [
@@ -116,6 +126,7 @@ def expected_tokens(batch: TrainBatch) -> list[tuple]:
                     batch.envs.index(sample.env),
                     next(versions) == 4,
                     teacher and np.float32(teacher),
+                    list(next(sets, ())),
                 )
             )
     return sorted(found, key=repr)
@@ -153,6 +164,7 @@ def packed_tokens(row) -> list[tuple]:
                 int(row.envs[n]),
                 bool(row.lag_zero[n]),
                 teacher,
+                [] if row.kept is None else row.kept[1, row.kept[0] == n].tolist(),
             )
         )
     return found
@@ -178,9 +190,29 @@ def test_every_loss_token_is_there_once_behind_its_own_tokens(rng, ranks, max_to
             set(row.predictors.tolist())
         ) and row.predictor_of.tolist() == sorted(row.predictor_of.tolist())
         assert len(row.predictors) == len(row.temperatures) >= 1
+        assert row.kept is None or row.kept[0].tolist() == sorted(row.kept[0].tolist())
     assert sum(len(result.micro_batches[0].targets) > 0 for result in results) == min(
         ranks, len(sort_samples(batch).items)
     )
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [[7, 8], [7]],
+        [[7, 8, 7], [8]],
+        [[7, 9, 9], []],
+        [[7, -1], [8]],
+        [[7], None],
+        [[7], [8, 300]],
+    ],
+    ids=["not its own", "its own twice", "another twice", "negative", "too many", "beyond"],
+)
+def test_kept_sets_that_no_sampler_can_have_are_refused(world, sets):
+    """They would be a wrong number in silence, and beyond the model a device's assertion."""
+    batch = batch_of(with_kept(make_sample([A], [7, 8], group=3, rollout=2), sets))
+    with pytest.raises(RunError, match=r"group 3, rollout 2|kept id of 300, but the model has 259"):
+        prepare(batch, RLConfig(), world, 64, vocab_size=259)
 
 
 def costs(batch, ranks, max_tokens):

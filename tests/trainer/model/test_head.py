@@ -1,13 +1,15 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from rl.trainer.data.micro_batch import empty_micro_batch
 from rl.trainer.model import head
-from rl.trainer.model.head import head_logprobs, token_logprobs
+from rl.trainer.model.head import head_logprobs, of_tokens, token_logprobs
 from tests.bounds import rounding
-from tests.trainer.device import DEVICE
+from tests.trainer.device import DEVICE, on_cpu
 
 
 def dense(logits, temperatures, rows, targets):
@@ -144,7 +146,7 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
     _, temperatures, rows, targets, grad = case()
     hidden, weight = torch.randn(13, 17, device=DEVICE), torch.randn(101, 17, device=DEVICE)
 
-    def run():
+    def run(rows, targets, grad):
         tensors = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
         values, entropies = head_logprobs(
             *tensors, None, temperatures, rows, targets, entropy_gradient
@@ -154,7 +156,10 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
 
     monkeypatch.setattr(head, "SLICE_BYTES", 5 * 101 * 4)  # three chunks
     monkeypatch.setattr(head, "FUSED_ON", ())
-    expected = run()
+    several = [(rows, targets, grad)]
+    # as with kept ids: more of them, which begin again at the first row
+    several += [[tensor.repeat(times) for tensor in several[0]] for times in (2, 5)]
+    expected = [run(*case) for case in several]
     compile_by_torch, counter = torch.compile, CompileCounterWithBackend(backend)
     monkeypatch.setattr(
         torch,
@@ -163,8 +168,67 @@ def test_what_is_compiled_on_gpus_computes_the_same(monkeypatch, backend, entrop
     )
     monkeypatch.setattr(head, "FUSED_ON", (DEVICE.type,))
     head.fused.cache_clear()
-    found = run()
+    monkeypatch.setattr(head, "SELECTS_ON", ())
+    found = [run(*case) for case in several]
     head.fused.cache_clear()
-    assert all(near(a, b) for a, b in zip(found, expected, strict=True))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(near(a, b) for a, b in zip(ours, theirs, strict=True))
     # another one where temperatures do not begin at 0
     assert sum(len(graph.graph.nodes) > 0 for graph in counter.graphs) <= 2
+
+
+def truncated_case(dtype):
+    """Hidden states and a weight; five tokens with sets, two of which share their predictor with
+    another set, and three without; and the row's ids that each may not be."""
+    torch.manual_seed(0)
+    batch = replace(
+        empty_micro_batch(),
+        predictor_of=torch.tensor([0, 0, 0, 1, 3, 8, 12, 12]),
+        targets=torch.tensor([4, 4, 9, 100, 7, 50, 1, 2]),
+        temperatures=torch.rand(13, dtype=dtype) + 0.5,
+    )
+    sets = {0: [9, 4, 30], 1: [4], 3: [5, 60, 100, 99], 6: [1, 2, 3], 7: [2, 8]}
+    pairs = [(token, kept) for token, ids in sets.items() for kept in ids]
+    left_out = torch.zeros(8, 101, dtype=torch.bool)
+    left_out[[*sets]] = True
+    left_out[tuple(zip(*pairs, strict=True))] = False
+    tensors = [torch.randn(13, 17, dtype=dtype), torch.randn(101, 17, dtype=dtype)]
+    return replace(batch, kept=torch.tensor(pairs).T), left_out, tensors
+
+
+@on_cpu
+@pytest.mark.parametrize("at_once", [1, 5, 13])
+@pytest.mark.parametrize("selects_on", [(), ("cpu",)])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_truncated_tokens_equal_dense(monkeypatch, at_once, selects_on, entropy_gradient):
+    """In float64, against logits in which all ids but the kept ones are -inf."""
+    monkeypatch.setattr(head, "SLICE_BYTES", at_once * 101 * 8)
+    monkeypatch.setattr(head, "CHUNK_ELEMENTS", 250)
+    monkeypatch.setattr(head, "SELECTS_ON", selects_on)
+    batch, left_out, tensors = truncated_case(torch.float64)
+    ours, theirs = ([tensor.clone().requires_grad_() for tensor in tensors] for _ in range(2))
+    lookups = (batch.temperatures, *batch.lookups, entropy_gradient)
+    result = of_tokens(batch, *head_logprobs(*ours, None, *lookups))
+    logits = torch.nn.functional.linear(*theirs) / batch.temperatures[:, None]
+    logprobs = logits[batch.predictor_of].masked_fill(left_out, -math.inf).log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)
+    expected = torch.stack([logprobs[range(8), batch.targets], entropies])
+    assert (result - expected).abs().max() < 1e-13 and result[0, 1] == 0
+    grad = torch.randn(2, 8, dtype=torch.float64)
+    grad[1] *= entropy_gradient
+    (result * grad).sum().backward()
+    (expected * grad).sum().backward()
+    assert all((a.grad - b.grad).abs().max() < 1e-12 for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4, 1e30])
+def test_extreme_logits_leave_truncated_tokens_finite(scale):
+    """Also where a token or its whole set is as good as impossible."""
+    batch, _, tensors = truncated_case(torch.float32)
+    logits = (torch.nn.functional.linear(*tensors) * scale).to(DEVICE).requires_grad_()
+    batch = batch.to(DEVICE)
+    found = of_tokens(batch, *token_logprobs(logits, batch.temperatures, *batch.lookups, True))
+    assert found.isfinite().all() and (found[0] <= 0).all() and (found[1] >= 0).all()
+    assert found[0].min() < -scale / 10
+    found.sum().backward()
+    assert logits.grad.isfinite().all() and logits.grad.abs().max() > 0.1

@@ -7,6 +7,7 @@ sample gets does not depend on its row, and is what inference has.
 import json
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -19,21 +20,25 @@ from rl.config.trainer import TrainerConfig
 from rl.models.folder import resolve_model
 from rl.models.tiny import make_tiny_model
 from rl.system.errors import RESTART, RunError
+from rl.trainer.data.batch_sources import prepare
 from rl.trainer.data.micro_batch import fill_blocks
 from rl.trainer.data.packing import Packed
+from rl.trainer.measure.parity import ParityWatch
 from rl.trainer.measure.performance import Timer
 from rl.trainer.model import head
 from rl.trainer.model.head import score
+from rl.trainer.model.lora import trainable
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import load_reference, reference_logprobs
-from rl.trainer.optim import make_optimizer
+from rl.trainer.optim import local, make_optimizer
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
+from rl.wire.parity import LIMITS
 from tests.bounds import OPERATIONS, rounding
 from tests.families import CONFIGS, SIZES
 from tests.raised import run_error
 from tests.trainer.device import DEVICE, on_cpu
-from tests.trainer.layouts import weights_of
+from tests.trainer.layouts import gradients_of, weights_of
 from tests.trainer.policies import learner
 from tests.trainer.samples import (
     assert_equal,
@@ -42,6 +47,8 @@ from tests.trainer.samples import (
     make_sample,
     pack_alone,
     plain_scores,
+    truncated,
+    with_kept,
 )
 
 ENTROPY = 0.1
@@ -70,16 +77,22 @@ def backward(model, world, batch, max_tokens=4096):
                 scores.trainer_logprobs[n].item(),
                 scores.entropies[n].item(),
             )
-    gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
+    gradients = gradients_of(model)
     model.zero_grad()
     return gradients, scored
 
 
 def reference(folder, batch):
     """The same one sample at a time, in plain transformers and torch."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return scored_alone(
+        AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval(),
+        batch,
+    )
+
+
+def scored_alone(model, batch):
     scored = {}
     for place, sample in enumerate(batch.samples):
         logprobs, entropies = plain_scores(model, sample)
@@ -88,7 +101,7 @@ def reference(folder, batch):
             sample.trained.tolist(), logprobs.tolist(), entropies.tolist(), strict=True
         ):
             scored[place, t] = tuple(values)
-    return {name: p.grad for name, p in model.named_parameters()}, scored
+    return gradients_of(model), scored
 
 
 def assert_same(found, expected, operations=OPERATIONS):
@@ -144,6 +157,31 @@ def test_command_models_have_the_windows_that_inference_has(world, tmp_path):
     model = policy(folder, world)
     windows = [layer.self_attn.sliding_window for layer in model.model.layers]
     assert windows == layer_windows(model) == [5, None]
+
+
+@on_cpu
+@pytest.mark.parametrize("variant", ["whole", "slices", "all pairs", "capped", "lora"])
+def test_truncated_tokens_have_the_distribution_that_they_were_drawn_from(
+    world, tmp_path, monkeypatch, variant
+):
+    """Trees whose samples share predictors, some with sets and some without, against logits in
+    which all other ids are -inf."""
+    if variant in ("slices", "all pairs"):
+        monkeypatch.setattr(head, "SLICE_BYTES", 24 * 300 * 4)
+        monkeypatch.setattr(head, "CHUNK_ELEMENTS", 7 * 300)
+        monkeypatch.setattr(head, "SELECTS_ON", ("cpu",) if variant == "slices" else ())
+    capped = {"final_logit_softcapping": 3.0} if variant == "capped" else {}
+    folder = make_tiny_model(tmp_path / "model", CONFIGS["gemma3"] | capped)
+    batch = truncated(branching_batch())
+    if variant != "lora":
+        assert_same(backward(policy(folder, world), world, batch), reference(folder, batch))
+        return
+    models = [policy(folder, world, attention=mode, lora=True) for mode in ("auto", "unpacked")]
+    for model in models:
+        torch.manual_seed(0)
+        for parameter in trainable(model).values():
+            torch.nn.init.normal_(local(parameter.detach()), std=0.1)
+    assert_same(backward(models[0], world, batch), scored_alone(models[1], batch))
 
 
 def test_models_that_change_their_logits_are_scored_from_logits(world, tmp_path):
@@ -285,6 +323,67 @@ def test_it_stays_what_the_policy_was(tied_folder, world, dtype, lora):
     assert torch.equal(reference_logprobs(reference, batch, world), first)
     assert (score(policy, batch, world).trainer_logprobs - first).abs().max() > 0.01
     assert all(step["optim/grad_norm"] > 0 for step in steps)
+
+
+def sampled(folder, top_p=1.0, top_k=259, min_p=0.0, groups=6):
+    """Four samples of eight tokens a group, which plain torch draws from what is left of a model's
+    distribution at temperature 0.7, with the sets."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    generator, samples = torch.Generator().manual_seed(0), []
+    for index in range(4 * groups):
+        ids, sets, logprobs = [3 + index // 4, 40, 50], [], []
+        for _ in range(8):
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, -1] / 0.7
+            values, order = logits.softmax(-1).sort(descending=True)
+            left = (values.cumsum(0) - values < top_p) & (values >= min_p * values[0])
+            left[top_k:] = False
+            kept = order[left]
+            chosen = int(torch.multinomial(values[left], 1, generator=generator))
+            logprobs.append(float(logits[kept].log_softmax(-1)[chosen]))
+            sets.append(kept.tolist() if len(kept) < len(order) else [])
+            ids = [*ids, int(kept[chosen])]
+        sample = make_sample(
+            ids[:3],
+            ids[3:],
+            group=index // 4,
+            advantage=float(index % 2),
+            logprobs=[0.0] * 3 + logprobs,
+            temperature=0.7,
+        )
+        samples.append(with_kept(sample, sets))
+    return TrainBatch(step=1, samples=samples)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    "limits",
+    [{"top_p": 0.8}, {"top_k": 20}, {"min_p": 0.1}, {"top_p": 0.8, "top_k": 20, "min_p": 0.1}],
+    ids=str,
+)
+def test_on_policy_truncated_tokens_have_the_ratio_1(world, tmp_path, limits):
+    """Also against the reference and the policy that the batch began with, which are the same
+    model. Without the sets the mean ratio is below 1, and in real runs training collapsed."""
+    folder = make_tiny_model(tmp_path / "peaked", CONFIGS["llama"] | {"initializer_range": 0.15})
+    batch = sampled(folder, **limits)
+    several = {"minibatches": 3, "loss": {"type": "clip", "kl_coefficient": 0.1}}
+    policy, optimizer, config = learner(folder, world, **several)
+    reference = load_reference(config, str(folder), policy, world)
+    parity = ParityWatch(LIMITS["float32"], True, None)
+    context = TrainContext(policy, optimizer, config.trainer, world, reference, parity)
+    packed = prepare(batch, config, world, 64, minibatches=3)
+    metrics = train_step(context, packed, 0.0, Timer())
+    assert metrics["optim/steps"] == 3 and metrics["optim/grad_norm"] > 0.01
+    assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-6)
+    for name in ("mismatch_kl/max", "parity/kl", "update_kl/mean", "reference_kl/mean"):
+        assert 0 <= metrics[name] < 1e-9, name
+    sizes = np.concatenate([sample.kept.counts for sample in batch.samples])
+    assert 0 < metrics["entropy/mean"] < np.log(sizes.clip(1)).mean()
+    for sample in batch.samples:
+        sample.kept = None
+    untruncated = prepare(batch, config, world, 64, minibatches=3)
+    context.parity = None
+    assert train_step(context, untruncated, 0.0, Timer())["ratio/mean"] < 0.95
 
 
 def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder, world):

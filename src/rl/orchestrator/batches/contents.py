@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from operator import sub
 
 from rl.orchestrator.groups.credit import mean
-from rl.wire.messages import TrainedSpan, TrainingSample, VersionSpan
+from rl.wire.messages import KeptTokens, TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, why_left_out
 from rl.wire.turns import AnswerSpan, unpack_logprobs
 
@@ -32,14 +32,18 @@ def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
     turns, advantage = group.rollouts[rollout_id].turns, group.advantages[rollout_id]
     for number, answers in enumerate(turns.by_chain()):
         spans = [span for answer in answers for span in spans_of(answer, advantage)]
-        teacher = [answer.teacher_logprobs or bytes(len(answer.logprobs)) for answer in answers]
+        teacher = [
+            answer.of_trained(answer.teacher_logprobs or bytes(len(answer.logprobs)))
+            for answer in answers
+        ]
         yield TrainingSample(
             packed_ids=turns.ids(number),
             spans=spans,
-            packed_logprobs=b"".join(answer.logprobs for answer in answers),
+            packed_logprobs=b"".join(answer.of_trained(answer.logprobs) for answer in answers),
             packed_teacher=b"".join(teacher)
             if any(answer.teacher_logprobs for answer in answers)
             else None,
+            kept=kept_tokens(answers),
             env=group.env,
             group_id=group.group_id,
             rollout_id=rollout_id,
@@ -49,11 +53,27 @@ def rollout_samples(group: Group, rollout_id: int) -> Iterator[TrainingSample]:
 
 
 def spans_of(answer: AnswerSpan, advantage: float) -> Iterator[TrainedSpan]:
-    """Yields the spans of one version in an answer."""
-    start = answer.start
+    """Yields the spans of one version in an answer, without its untrained tokens."""
+    untrained = [answer.start + index for index in answer.untrained]
+    begin = answer.start
     for span in join_spans(answer.policy_versions):
-        yield TrainedSpan(start, start + span.num_tokens, span.policy_version, advantage)
-        start += span.num_tokens
+        start, end = begin, begin + span.num_tokens
+        for stop in [*(index for index in untrained if start <= index < end), end]:
+            if start < stop:
+                yield TrainedSpan(start, stop, span.policy_version, advantage)
+            start = stop + 1
+        begin = end
+
+
+def kept_tokens(answers: list[AnswerSpan]) -> KeptTokens | None:
+    """Returns the ids that were kept at the trained tokens of a chain; None for the whole
+    vocabulary."""
+    counts, ids = b"", b""
+    for answer in answers:
+        kept = answer.kept or KeptTokens(bytes(len(answer.logprobs)), b"")
+        counts += answer.of_trained(kept.packed_counts)
+        ids += kept.packed_ids
+    return KeptTokens(counts, ids) if ids else None
 
 
 def is_trained(rollout: Rollout, mask_truncated: bool) -> bool:
@@ -124,6 +144,7 @@ def batch_metrics(
         **environment_metrics(told),
         **teacher_metrics(trained),
         **route_metrics([rollout for _, rollout in trained]),
+        **kept_metrics(group for group in groups if group.why in (None, "kept_overflow")),
     }
 
 
@@ -133,6 +154,18 @@ def route_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     size = sum(len(chain.routes) for chain in chains)
     tokens = sum(chain.num_tokens - 1 for chain in chains)
     return {"rollouts/route_bytes": size / tokens} if size else {}
+
+
+def kept_metrics(groups: Iterable[Group]) -> dict[str, float]:
+    """Returns how many tokens are not trained because too many ids were kept, and the mean number
+    of ids at the others; nothing if sampling is not truncated."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    answers = [answer for rollout in rollouts for answer in rollout.turns.answers]
+    if not (kept := [answer.kept for answer in answers if answer.kept]):
+        return {}
+    sizes = [size for sets in kept for size in sets.sizes if size]
+    overflow = sum(rollout.num_untrained for rollout in rollouts)
+    return {"tokens/kept_overflow": overflow, "tokens/kept_mean": mean(sizes)}
 
 
 def teacher_metrics(trained: Iterable[tuple[str, Rollout]]) -> dict[str, float]:

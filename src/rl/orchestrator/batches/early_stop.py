@@ -129,7 +129,7 @@ def extent(values: Sequence[float]) -> tuple[float, float]:
 def only_failures(groups: Sequence[Group], limit: int) -> str:
     """Returns an error message if the newest groups, at least `limit` episodes, all failed or
     leave nothing to train on; else ""."""
-    failures = ("error", "truncated", "filtered")
+    failures = ("error", "truncated", "filtered", "kept_overflow")
     recent = list(takewhile(lambda group: group.why in failures, reversed(groups)))
     if not recent or sum(group.num_episodes for group in recent) < limit:
         return ""
@@ -137,6 +137,11 @@ def only_failures(groups: Sequence[Group], limit: int) -> str:
     which = f"the last {total} groups" if count == total else f"{count} of the last {total} groups"
     if why == "filtered":
         return f"orchestrator.filter left nothing to train on in {which}: make it less strict"
+    if why == "kept_overflow":
+        return (
+            f"at every token in {which} sampling kept more ids than trainer.max_kept, so none "
+            "can be trained; raise it, or set orchestrator.sampling.top_k"
+        )
     if why == "truncated":
         return (
             f"every answer in {which} was truncated, and mask_truncated leaves none to train on; "

@@ -32,7 +32,7 @@ from rl.orchestrator.batches.contents import TAKEN, is_trained
 from rl.orchestrator.groups.credit import group_advantages, length_penalties, reinforce_pp
 from rl.system.errors import RunError
 from rl.system.functions import UserFunction, as_bools, as_number, as_numbers, returned
-from rl.wire.rollouts import Group, Rollout
+from rl.wire.rollouts import Group, Rollout, why_left_out
 
 T = TypeVar("T")
 Read = Callable[[Any, int], T | None]
@@ -202,7 +202,8 @@ def credit_group(group: Group, rules: Rules) -> Group:
     if not any(rollout.num_sampled for rollout in trainable):
         group.why = "overlong" if any(rollout.overlong for rollout in trainable) else "empty"
     elif not any(is_trained(rollout, rules.mask_truncated) for rollout in trainable):
-        group.why = "truncated"
+        reasons = {why_left_out(rollout, rules.mask_truncated) for rollout in trainable}
+        group.why = "kept_overflow" if "kept_overflow" in reasons else "truncated"
     elif rules.replace_no_signal and group.signal is False:
         group.why = "no_signal"
     elif rules.filter and rules.filter_function:

@@ -21,7 +21,7 @@ from rl.orchestrator.workers.pool_worker import MOST_LIKELY
 from rl.system.errors import RunError
 from rl.wire.messages import VersionSpan
 from rl.wire.rollouts import Rollout, unfit
-from rl.wire.turns import Turn, Turns
+from rl.wire.turns import Turn, Turns, pack_kept
 
 NO_VERSION = -1
 """Policy version of tokens of which nobody says who sampled them."""
@@ -38,6 +38,8 @@ class RecordedTurn(msgspec.Struct, kw_only=True):
     policy_versions: list[VersionSpan] | None = None
     finish_reason: str = "stop"
     routes: bytes = b""
+    kept: list[list[int] | None] | None = None
+    """The ids that truncation kept at each token: none if all were, null if too many to train."""
 
 
 class RecordedLine(msgspec.Struct, kw_only=True):
@@ -193,9 +195,16 @@ class Converter:
                 else turn.policy_versions,
                 turn.finish_reason,
                 routes=turn.routes,
+                kept=pack_kept(self.limited(turn.kept)) if turn.kept else None,
             )
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
+
+    def limited(self, sets: list[list[int] | None]) -> list[list[int] | None]:
+        """Returns kept ids within trainer.max_kept."""
+        if not (limit := self.config.trainer.max_kept):
+            return [[]] * len(sets)
+        return [None if ids and len(ids) > limit else ids for ids in sets]
 
     def fault(self, turn: RecordedTurn) -> str:
         """Names the first field of a turn that cannot be trained, and the remedy; empty if there
@@ -208,6 +217,11 @@ class Converter:
                         f"{name}[{i}]: {id} is not in the model's vocabulary of {limit}: was it "
                         "recorded with another model?"
                     )
+        for i, (id, ids) in enumerate(zip(turn.completion_ids, turn.kept or (), strict=False)):
+            if ids and (id not in ids or not 0 <= min(ids) <= max(ids) < limit):
+                return f"kept[{i}]: lacks the token {id} itself, or has ids of another vocabulary"
+            if ids and len({*ids}) < len(ids):
+                return f"kept[{i}]: has an id twice"
         num_tokens = len(turn.prompt_ids) + len(turn.completion_ids)
         if num_tokens > self.config.model.max_model_len:
             return (

@@ -63,6 +63,7 @@ def policy_spec(config: RLConfig, model_path: str) -> PolicySpec:
         inference_urls=config.orchestrator.inference_urls,
         inference_status=str(config.run_dir.status("inference").absolute()),
         routes=config.trainer.router_replay == "engine",
+        max_kept=0 if config.is_remote else config.trainer.max_kept,
     )
 
 

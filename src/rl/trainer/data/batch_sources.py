@@ -397,12 +397,14 @@ def prepare(
     minibatches: int = 1,
     mode: Mode = "blocks",
     routers: Routers | None = None,
+    vocab_size: int | None = None,
 ) -> Packed:
     """Packs a batch for this rank into minibatches, and gives each token its weight in the loss of
     its minibatch.
 
     `mode`: how the model computes rows, see rl.trainer.model.head.mode_of. `routers`: those of
     the model if routes are replayed; RunError is raised for routes that they cannot take.
+    `vocab_size`: of the model; RunError is raised for kept ids beyond it.
     """
     settings, on_gpu = config.trainer, world.device.type == "cuda"
     several = mode != "unpacked"  # whether a row may hold more than one sample
@@ -417,6 +419,11 @@ def prepare(
     def placed(row: MicroBatch) -> MicroBatch:
         if routers and row.routes is not None:
             routers.check(row.routes)
+        if vocab_size and row.kept is not None and row.kept[1].max() >= vocab_size:
+            raise RunError(
+                f"batch {batch.step} has a kept id of {row.kept[1].max()}, but the model has "
+                f"{vocab_size} ids: inference serves another model; serve model.name"
+            )
         row = localise(fill_blocks(row, world.context_size) if on_gpu and several else row, world)
         return row.pinned() if on_gpu else row
 

@@ -61,6 +61,9 @@ class MicroBatch:
     # [N] float32, nan for tokens without a teacher; None if no token has one
     teacher_logprobs: Tensor | None
     lag_zero: Tensor  # [N] bool: the version that is being trained sampled the token
+    # [2, M] int64: each pair of a loss token (index in N, ascending) and an id that truncation kept
+    # there. A token without pairs was drawn from the whole vocabulary; None: all tokens were.
+    kept: Tensor | None = None
     # [T, width] uint8 (context parallelism: [T', width]), see Routers; None: the routers choose
     routes: Tensor | None = None
     # [N] float32, of the policy that the batch began with; None until computed
@@ -75,6 +78,16 @@ class MicroBatch:
     def is_chain(self) -> bool:
         """Whether the row holds the tokens of a single sample."""
         return bool((self.subtree_ends == len(self.subtree_ends)).all())
+
+    @property
+    def lookups(self) -> tuple[Tensor, Tensor]:
+        """Which of the P rows, and which id, each log-probability that the head must look up
+        has: those of the N targets, then of the M kept ids."""
+        if self.kept is None:
+            return self.predictor_of, self.targets
+        tokens, ids = self.kept
+        rows = torch.cat([self.predictor_of, self.predictor_of[tokens]])
+        return rows, torch.cat([self.targets, ids])
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Returns a copy on the device. From pinned memory it returns at once: the device does

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from rl.config.loss import ClippedSettings, CustomConfig, LossSettings
 from rl.config.trainer import TrainerConfig
+from rl.system.errors import RunError
 from rl.trainer.data.micro_batch import MicroBatch, empty_micro_batch
 from rl.wire.messages import TrainBatch, TrainingSample
 
@@ -398,6 +399,38 @@ def to_micro_batch(
         envs=by_item([envs.index(sample.env) for sample in samples]),
         teacher_logprobs=teacher,
         lag_zero=by_token(sample.versions == batch.step - 1 for sample in samples),
+        kept=kept_sets(items, order),
         # if the sampler gave those of all items
         routes=torch.from_numpy(np.concatenate(routes)) if len(routes) == len(items) else None,
     )
+
+
+def kept_sets(items: Sequence[Item], order: np.ndarray) -> Tensor | None:
+    """Returns MicroBatch.kept of these items, whose loss tokens have this order in the micro
+    batch; None if no token was truncated. Raises RunError for sets that no sampler can have kept:
+    they would become wrong numbers in silence."""
+    counts, ids = list[np.ndarray](), list[np.ndarray]()
+    for item in items:
+        kept, targets = item.sample.kept, item.sample.token_ids[item.trained]
+        counts.append(np.zeros(len(targets), np.int32) if kept is None else kept.counts)
+        ids.append(np.zeros(0, np.int32) if kept is None else kept.ids)
+        tokens = np.repeat(np.arange(len(targets)), counts[-1].clip(0))
+        num_own = np.bincount(tokens[ids[-1] == targets[tokens]], minlength=len(targets))
+        pairs = tokens << 32 | ids[-1]
+        if (
+            (num_own != counts[-1].clip(-1, 1)).any()  # TOO_MANY is not trained
+            or ids[-1].min(initial=0) < 0
+            # to sort them takes a hundred times as long
+            or (not (np.diff(pairs) > 0).all() and len(np.unique(pairs)) < len(pairs))
+        ):
+            raise RunError(
+                f"a sample of group {item.sample.group_id}, rollout {item.sample.rollout_id}, has "
+                "a token outside the ids that were kept there, or ids that no sampler keeps; set "
+                "trainer.max_kept = 0, or sample without top_p, top_k and min_p"
+            )
+    if not any(map(len, ids)):
+        return None
+    places = np.argsort(order)  # of the tokens in the micro batch
+    tokens = places.repeat(np.concatenate(counts))
+    by_token = tokens.argsort(kind="stable")
+    return torch.from_numpy(np.stack([tokens, np.concatenate(ids)])[:, by_token])

@@ -80,12 +80,12 @@ class LossInputs:
     """
 
     trainer_logprobs: Tensor
-    """log p, with gradient."""
+    """log p, with gradient; over the ids that truncation kept, if it did (docs/algorithms.md)."""
     logprobs: Tensor
     """log q."""
     advantages: Tensor
     entropies: Tensor
-    """Entropy of the trainer's distribution at the token, in nats; with gradient if
+    """Entropy of the distribution that `trainer_logprobs` are of, in nats; with gradient if
     entropy_coefficient is not 0."""
     weights: Tensor
     """Weight of the token's loss in the batch's loss, e.g. 1 / (loss tokens of the batch)."""

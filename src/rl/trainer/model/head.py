@@ -35,6 +35,8 @@ once, else again in the backward pass."""
 FUSED_ON = ("cuda",)
 """Devices on which the work on logits is compiled instead, into one or two passes that keep no
 copies."""
+SELECTS_ON = ("cpu",)
+"""Devices on which sizes that depend on values are known without waiting."""
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(rows, their temperatures, row index of each target, targets) -> (log-probabilities of the
@@ -126,21 +128,56 @@ def in_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Applies `score` to all rows of `inputs`, `size` at a time; chunks keep nothing but their
     inputs for the backward pass."""
-    chosen, entropies = torch.zeros(len(rows), device=inputs.device), list[Tensor]()
+    chosen, entropies = temperatures.new_zeros(len(rows)), list[Tensor]()
     for number, (part, own_temperatures) in enumerate(
         zip(inputs.split(size), temperatures.split(size), strict=True)
     ):
-        # Each chunk looks up all targets and drops those of other chunks: counting its own would
-        # mean waiting for the device.
-        places = rows - number * size
-        indices = places.clamp(0, len(part) - 1)
-        arguments = (part, own_temperatures, indices, targets)
+        # On a GPU each chunk looks up all targets and drops those of other chunks, because
+        # selecting its own would mean waiting for the device. Those of others are looked up in
+        # rows that differ: gradients of equal places are added one by one.
+        places, is_own = rows - number * size, rows // size == number
+        selects = inputs.device.type in SELECTS_ON
+        selected = is_own if selects else slice(None)
+        arguments = (part, own_temperatures, (places % len(part))[selected], targets[selected])
         logprobs, of_rows = checkpoint(
             score, *arguments, use_reentrant=False, preserve_rng_state=False
         )
-        chosen = torch.where(indices == places, logprobs, chosen)
+        if selects:
+            chosen = chosen.masked_scatter(is_own, logprobs)
+        else:
+            chosen = torch.where(is_own, logprobs, chosen)
         entropies.append(of_rows)
     return chosen, torch.cat(entropies)
+
+
+def of_tokens(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> Tensor:
+    """Returns log-probability and entropy of each loss token, [2, N], under the distribution that
+    it was drawn from: that of its row, renormalised over the ids that truncation kept.
+
+    Each set holds its own token, so all results are finite if the log-probabilities are.
+
+    Args:
+        logprobs: [N + M] of `batch.lookups`.
+        entropies: [P] of the rows.
+    """
+    entropies = entropies[batch.predictor_of]
+    if batch.kept is None:
+        return torch.stack([logprobs, entropies])
+    tokens = batch.kept[0]
+    logprobs, kept = logprobs.split([len(entropies), len(tokens)])
+    truncated = torch.zeros_like(entropies, dtype=torch.bool).index_fill(0, tokens, True)
+    # as in logsumexp
+    largest = logprobs.detach().scatter_reduce(0, tokens, kept.detach(), "amax")
+    largest = torch.where(truncated, largest, 0.0)
+    total = (~truncated).to(kept).index_add(0, tokens, (kept - largest[tokens]).exp())
+    log_total = largest + total.log()  # 0 without a set
+    known = kept - log_total[tokens]
+    if not entropies.requires_grad:
+        known = known.detach()
+    of_sets = torch.zeros_like(entropies).index_add(
+        0, tokens, -known.exp() * known.clamp(min=LOWEST)
+    )
+    return torch.stack([logprobs - log_total, torch.where(truncated, of_sets, entropies)])
 
 
 @cache
@@ -153,7 +190,7 @@ class Scores:
     """Log-probability and entropy of a micro batch's N loss tokens."""
 
     trainer_logprobs: Tensor  # [N] float32, with gradient
-    entropies: Tensor  # [N] float32, of the distribution that predicts the token
+    entropies: Tensor  # [N] float32, of the distribution that the token was drawn from
 
 
 class ScoringHead:
@@ -184,11 +221,10 @@ class ScoringHead:
         batch, predicting = self.batch, hidden[:, self.batch.predictors]
         if not self.fused:
             return self.logits(predicting)
-        tokens = (batch.temperatures, batch.predictor_of, batch.targets)
-        logprobs, entropies = head_logprobs(
-            predicting[0], self.head.weight, self.head.bias, *tokens, self.entropy_gradient
+        tokens = (batch.temperatures, *batch.lookups, self.entropy_gradient)
+        self.scores = of_tokens(
+            batch, *head_logprobs(predicting[0], self.head.weight, self.head.bias, *tokens)
         )
-        self.scores = torch.stack([logprobs, entropies[batch.predictor_of]])
         return self.scores
 
     def score(
@@ -213,10 +249,8 @@ class ScoringHead:
         finally:
             self.batch, scores, self.scores = None, self.scores, None
         if not self.fused:
-            logprobs, entropies = token_logprobs(
-                output[0], batch.temperatures, batch.predictor_of, batch.targets, entropy_gradient
-            )
-            return Scores(logprobs, entropies[batch.predictor_of])
+            tokens = (batch.temperatures, *batch.lookups, entropy_gradient)
+            scores = of_tokens(batch, *token_logprobs(output[0], *tokens))
         assert scores is not None
         return Scores(scores[0], scores[1] if entropy_gradient else scores[1].detach())
 

@@ -232,6 +232,9 @@ def localise(batch: MicroBatch, world: World) -> MicroBatch:
     predictor_of = (kept.cumsum(0) - 1)[batch.predictor_of[tokens]]
     queries = shares[world.context_rank]
     values["routes"] = None if batch.routes is None else batch.routes[queries]
+    if batch.kept is not None:
+        of, ids = batch.kept[:, tokens[batch.kept[0]]]
+        values["kept"] = torch.stack([(tokens.cumsum(0) - 1)[of], ids])
     return replace(
         batch,
         queries=queries,
