@@ -352,7 +352,7 @@ class RLConfig(Settings):
         the same (`replayed`) or with another one."""
         settings = [
             item
-            for env in self.orchestrator.environment
+            for env in self.orchestrator.environment or [EnvSource()]  # `rl record`
             if self.replays_sampling(env) == replayed
             for item in self.sampling_of(env).items()
         ]

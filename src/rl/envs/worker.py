@@ -89,6 +89,7 @@ class Worker:
             env.scores_groups,
             env.notice,
             self.policy.template_fault,
+            self.policy.chat_for_teachers(),
         )
         await pool.send(ENCODER.encode(ready))
         heartbeats = asyncio.create_task(self.send_heartbeats(pool))

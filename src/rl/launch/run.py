@@ -448,10 +448,9 @@ def launch(
     homes = homes_of(config, say, recorded=line.resume is not None) if config.plays else {}
     placement = place(config)
     prepared = prepare(config, resume=line.resume, clean="clean" in line.switches)
-    if prepared.is_done:
+    if prepared.why_over:
         prepared.lease.close()
-        text = f"all {config.max_steps} steps are done; raise --max_steps to continue"
-        print(f"{prepared.run_dir.root}: {text}", flush=True)
+        print(f"{prepared.run_dir.root}: {prepared.why_over}", flush=True)
         return 0
     record(config, homes)
     prepared.notes += [*placement.notes, *home_lines(homes)]
