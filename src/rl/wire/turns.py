@@ -34,6 +34,8 @@ class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
     policy_versions: list[VersionSpan]
     """Spans of one version over the completion's tokens."""
     finish_reason: str
+    num_cached: int = 0
+    """Number of tokens of the prompt that came from the prefix cache; 0 if that is unknown."""
     packed_prompt: bytes = b""
     routes: bytes = b""
     """Routes of all tokens but the last, with the same number of bytes for each, see
