@@ -1,6 +1,5 @@
 """Seconds of machines, over several starts of `rl`; the clock is simulated."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ from rl.launch.meter import Meter
 from rl.run_dir.lease import LEASE_S
 from rl.run_dir.metrics import Merger, MetricsLog, cut_metrics, read_metrics
 from rl.run_dir.nodes import Nodes, NodeStatus
-from rl.system.linux import pid_scope
+from rl.run_dir.status import Staleness
 from rl.system.machine import Machine
 from tests.flags import made
 
@@ -19,8 +18,8 @@ def clock(monkeypatch):
     """Time by both clocks of the module, and of the signs of life."""
     clock = SimpleNamespace(now=1e9)
     now = SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now)
-    for module in ("launch.meter", "diagnosis.state"):
-        monkeypatch.setattr(f"rl.{module}.time", now)
+    monkeypatch.setattr("rl.launch.meter.time", now)
+    monkeypatch.setattr("rl.launch.meter.Staleness", lambda: Staleness(now.monotonic))
     monkeypatch.setattr("rl.launch.meter.machine", lambda: Machine(["0", "1"], [0]))
     return clock
 
@@ -87,14 +86,13 @@ def test_each_machine_counts_as_long_as_it_gives_signs_of_life(tmp_path, clock):
 
     def beat(index, at):
         nodes.folder.mkdir(parents=True, exist_ok=True)
-        fields = dict.fromkeys(("host", "address", "software", "config"), "")
-        fields["place"] = pid_scope()
-        numbers = {"port": 0, "ranks": 1, "gpus": 4, "lease": 1, "pid": os.getpid(), "started": 0.0}
+        fields = dict.fromkeys(("host", "address", "software", "config", "place"), "")
+        numbers = {"port": 0, "ranks": 1, "gpus": 4, "lease": 1, "pid": 1, "started": 0.0}
         status = NodeStatus(index=index, roles=[], heartbeat=at, **fields, **numbers)
         nodes.write(nodes.status_path(index), status)
 
     meter = Meter(config, config.run_dir)
-    for _ in range(3):
+    for _ in range(3):  # the first look only learns of them
         clock.now += 10
         beat(0, clock.now)
         beat(1, clock.now)
@@ -104,13 +102,14 @@ def test_each_machine_counts_as_long_as_it_gives_signs_of_life(tmp_path, clock):
         beat(0, clock.now)
         meter.note([])
     meter.write()
-    first, second = 30 + 2 * (LEASE_S + 1), 30
+    first, second = 20 + 2 * (LEASE_S + 1), 20
+    ours = 10  # before that, this machine counts as the only one
     assert spent(config) == {
         0: {
-            "cost/machine_s": first + second,
-            "cost/machine_0_s": first,
+            "cost/machine_s": first + second + ours,
+            "cost/machine_0_s": first + ours,
             "cost/machine_1_s": second,
-            "cost/gpu_s": 4 * (first + second),
+            "cost/gpu_s": 4 * (first + second) + 2 * ours,
         }
     }
 

@@ -425,13 +425,6 @@ def read_machines(
     return machines
 
 
-def gpus_up(run_dir: RunDir, config: RLConfig, heartbeats: Staleness) -> dict[int, int]:
-    """Returns the number of GPUs of each machine of a cluster that is up, by index. `heartbeats`:
-    see RunState."""
-    machines = read_machines(run_dir, config, heartbeats, time.time())
-    return {m.index: m.status.gpus for m in machines if m.status and m.is_up}
-
-
 def machine_changes(told: dict[int, str], machines: list[RunMachine]) -> list[str]:
     """Returns what became of machines since the last call, which left its knowledge in `told`."""
     lines = []

@@ -202,15 +202,12 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
         "all of it": run_dir.root,
     }
     always = ("logs", "all of it")
-    return (
-        report
-        + cost_lines(numbers)
-        + [
-            f"{what:<9} {path}"
-            for what, path in paths.items()
-            if path and (what in always or path.exists())
-        ]
-    )
+    report += cost_lines(numbers)
+    return report + [
+        f"{what:<9} {path}"
+        for what, path in paths.items()
+        if path and (what in always or path.exists())
+    ]
 
 
 def draw_curves(numbers: Numbers, path: Path, title: str, fence: Fence = None) -> None:

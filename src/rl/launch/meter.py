@@ -11,9 +11,9 @@ from collections import Counter
 from typing import Any
 
 from rl.config.run import RLConfig
-from rl.diagnosis.state import gpus_up
 from rl.run_dir.cost import totals
 from rl.run_dir.metrics import NEWEST_BYTES, MetricsLog, read_metrics
+from rl.run_dir.nodes import Nodes
 from rl.run_dir.numbers import Numbers
 from rl.run_dir.paths import RunDir
 from rl.run_dir.status import Staleness
@@ -47,7 +47,7 @@ class Meter:
 
     def _look(self) -> None:
         """Adds the time since the last look for each machine that is up."""
-        up = gpus_up(self.run_dir, self.config, self.signs) or self.here
+        up = Nodes(self.run_dir).gpus_up(self.signs) or self.here
         now = time.monotonic()
         passed_s, self.looked = now - self.looked, now
         for index, num_gpus in up.items():
