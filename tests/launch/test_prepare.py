@@ -515,11 +515,28 @@ def test_a_run_with_all_its_steps_is_done(place):
     place("--max_steps 3")
     place.fill(3, (3,))
     # it did not report its end: the last evaluation may be missing
-    assert not place("--max_steps 3", resume=-1).is_done
+    assert not place("--max_steps 3", resume=-1).why_over
     place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("3 steps done", 1.0)))
-    assert place("--max_steps 3", resume=-1).is_done
-    assert not place("--max_steps 4", resume=-1).is_done
-    assert not place("--max_steps 4", resume=2).is_done
+    said = "all 3 steps are done; raise --max_steps to continue"
+    assert place("--max_steps 3", resume=-1).why_over == said
+    assert not place("--max_steps 4", resume=-1).why_over
+    assert not place("--max_steps 4", resume=2).why_over
+
+
+def test_a_run_that_reached_its_target_is_over_until_the_target_is_another(place):
+    target = "--orchestrator.eval.target 0.95"
+    place(target)
+    place.fill(3, (3,))
+    end = RunEnd("eval e reached 0.975 at version 3; its target is 0.95", 1.0, "early")
+    place.run_dir.run_end.write_bytes(msgspec.json.encode(end))
+    assert not place(target, resume=-1).why_over, "version 3 is not evaluated"
+    place.run_dir.eval(3, "e").parent.mkdir(parents=True)
+    assert place(target, resume=-1).why_over == (
+        f"the run ended at step 3 of 100: {end.reason}; raise orchestrator.eval.target to continue"
+    )
+    assert not place("--orchestrator.eval.target 0.99", resume=-1).why_over
+    place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("nothing", 1.0, "doubtful")))
+    assert not place("--orchestrator.eval.target 0.99", resume=-1).why_over
 
 
 def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting_as_nan(place):

@@ -54,7 +54,7 @@ from rl.system.prefork import leave
 leave(lambda: print("imported", flush=True))
 """
 WORK = {
-    "inference": "beat('serving', address='http://x')",
+    "inference": "beat('serving', address='http://x', prefill_tokens=2048)",
     "orchestrator": "beat('filling_batch', 1)",
     "trainer": "beat('training', 1, progress=1)",
 }
@@ -471,7 +471,7 @@ def test_a_trainer_that_shares_a_gpu_starts_when_the_server_is_up_or_has_had_its
         == run.keeper.clock + run.config.inference.startup_timeout_s
     )
     run.until(lambda: run.child("trainer"))
-    assert run.events("ready", "inference")
+    assert [event["prefill_tokens"] for event in run.events("ready", "inference")] == [2048]
     run.ready("trainer")
     os.kill(run.child("trainer").pid, signal.SIGKILL)
     run.ready("trainer", 2)  # a later attempt does not wait

@@ -15,6 +15,7 @@ from rl.homes.resolve import homes_of
 from rl.orchestrator.batches.batch_files import BatchFiles
 from rl.orchestrator.evals.evaluator import Evaluator
 from rl.orchestrator.main import run
+from rl.orchestrator.orchestrator import Orchestrator
 from rl.run_dir.files import write_directory
 from rl.run_dir.metrics import read_metrics
 from rl.run_dir.status import Status
@@ -303,10 +304,10 @@ class KilledError(Exception):
 
 
 class SilentTeacher(StubTeacher):
-    """Answers nothing after the request at its start."""
+    """Answers nothing after the requests at its start."""
 
     async def completions(self, request):
-        if self.requests:
+        if len(self.requests) == 2:
             await asyncio.sleep(20)
         return await super().completions(request)
 
@@ -333,7 +334,7 @@ def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
 
     with pytest.raises(KilledError):
         beside_teacher(silent, tmp_path, model, steps=[], during=kill)
-    assert kept and len(silent.requests) == 1
+    assert kept and len(silent.requests) == 2
     teacher = StubTeacher()
     _, (_, given, _) = beside_teacher(teacher, tmp_path, model, "--max_steps 1")
     scored = {tuple(ids) for ids in teacher.requests}
@@ -401,7 +402,9 @@ def test_a_solved_task_ends_the_run(tmp_path, model):
     )
 
 
-def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(tmp_path, model):
+def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_kept(
+    tmp_path, model, monkeypatch
+):
     flags = [
         "--orchestrator.eval.interval 1 --orchestrator.eval.samples 4",
         "--orchestrator.eval.target 0.95",
@@ -413,7 +416,24 @@ def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_ke
             await asyncio.sleep(0.02)
         stub.skill = 1.0
 
+    def start_group(orchestrator, ref, num_episodes):
+        sampled.add(orchestrator.policy.loaded)
+        start(orchestrator, ref, num_episodes)
+
+    async def evaluate(evaluator, entry, version, reconcile):
+        await play_eval(evaluator, entry, version, reconcile)
+        evaluated.append((version, version in sampled))
+
+    start, play_eval, sampled, evaluated = (
+        Orchestrator.start_group,
+        Evaluator.evaluate,
+        set[int](),
+        list[tuple[int, bool]](),
+    )
+    monkeypatch.setattr(Orchestrator, "start_group", start_group)
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
     ended, given, _ = play(config, model, during=learn)
+    assert evaluated == [(version, False) for version in range(len(evaluated))]
     metrics = read_metrics(config.run_dir.metrics)
     rewards = {
         step: values["eval/say-digit/reward_mean"]
@@ -424,6 +444,9 @@ def test_an_eval_that_reaches_its_target_ends_the_run_and_the_best_version_is_ke
     assert ended == f"eval say-digit reached 1.000 at version {best}; its target is 0.95" and given[
         -1
     ] == RunEnded(ended)
+    assert config.run_dir.newest_batch() == best, (
+        "a batch was sampled before the target was checked"
+    )
     assert len(given) < 12 and rewards[best] == 1.0 > max(
         reward for step, reward in rewards.items() if step < best
     )

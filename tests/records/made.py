@@ -1,19 +1,22 @@
 """Run directories as the processes write them, without the processes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from rl.config.command_line import write_config
 from rl.config.run import RLConfig
 from rl.orchestrator.evals.eval_metrics import write_eval
 from rl.orchestrator.groups.group_credit import Rules, credit_group
 from rl.run_dir.metrics import MetricsLog
+from rl.run_dir.numbers import write_token_log
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import Event, EventKind, Start, append_event
 from rl.wire.batch_file import write_batch, write_rollouts
-from rl.wire.messages import TrainBatch, TrainingSample, VersionSpan
+from rl.wire.messages import TrainBatch, TrainedSpan, TrainingSample, VersionSpan
 from rl.wire.rollouts import Group, Rollout, rollout_lines
 from rl.wire.turns import Turn
 from tests.wire.samples import aligned_sample
@@ -102,3 +105,40 @@ def sample(
 def write_samples(run_dir: RunDir, step: int, samples: list[TrainingSample]) -> None:
     """A batch of these samples."""
     write_batch(run_dir.batch(step), TrainBatch(step=step, samples=samples), {})
+
+
+def write_noisy(
+    run_dir: RunDir,
+    step: int,
+    turns: list[list[tuple[int, int]]],
+    scale: Callable[[np.ndarray, int, int], np.ndarray | float],
+    seed: int = 0,
+    version: int | None = None,
+) -> None:
+    """A batch and its token log, whose log-probabilities differ as if logits had been rounded.
+
+    turns: for each sample the tokens of each turn's prompt and answer. scale: (depths, turn from 0,
+    tokens before the answer) -> standard deviation of the difference at an uncertain token, nats.
+    """
+    rng, samples, differences = np.random.default_rng([seed, step]), [], []
+    for number, of_sample in enumerate(turns):
+        spans, end = [], 0
+        for turn, (prompt, answer) in enumerate(of_sample):
+            start, end = end + prompt, end + prompt + answer
+            spans.append(TrainedSpan(start, end, step - 1 if version is None else version, 1.0))
+            sizes = np.broadcast_to(scale(np.arange(start, end), turn, start), answer)
+            differences.append(rng.normal(0.0, 1.0, answer) * sizes)
+        logprobs = np.full(sum(answer for _, answer in of_sample), -1.0, np.float32)
+        names = {"env": "sums", "group_id": number // 4, "rollout_id": number % 4}
+        ids, packed = bytes(4 * end), logprobs.tobytes()
+        samples.append(TrainingSample(packed_ids=ids, spans=spans, packed_logprobs=packed, **names))
+    all_differences = np.concatenate(differences)
+    entropies = rng.gamma(0.4, 1.0, len(all_differences))  # most tokens are nearly certain
+    all_differences *= np.sqrt(np.minimum(entropies, 1.0))
+    write_samples(run_dir, step, samples)
+    columns = {
+        "trainer_logprobs": (all_differences - 1.0).astype(np.float32),
+        "entropies": entropies.astype(np.float16),
+        "flags": np.zeros(len(all_differences), np.uint8),
+    }
+    write_token_log(run_dir.tokens(step), columns)

@@ -398,6 +398,21 @@ def test_a_table_shows_the_machines_of_a_cluster(tab, place):
         tab.go("#/runs")
 
 
+def test_tables_show_mismatch_by_place(tab, place):
+    third = made.make_run(place / "third")
+    made.write_noisy(third, 7, [[(100, 300), (300, 600)]] * 4, lambda *_: 0.1)
+    try:
+        tab.go("#/health?run=third")
+        assert tab.text(".mismatch td")
+        rows = [text.split() for text in tab.page.locator(".mismatch tr").all_inner_texts()]
+        assert rows[1][0] == "0-127" and rows[1][-2:] == ["112", "4"]
+        assert rows[-1][0] == "2" and rows[-1][-2:] == ["2,400", "4"]
+        assert tab.page.evaluate(FITS)
+    finally:
+        shutil.rmtree(place / "third")
+        tab.go("#/runs")
+
+
 def test_how_a_run_died_is_said_once_with_code_as_code(tab):
     tab.go("#/health?run=first&process=trainer")
     assert "ValueError" in tab.text(".verdict") and "`" not in tab.page.inner_text("main")

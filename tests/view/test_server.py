@@ -39,6 +39,7 @@ from tests.records.made import (
     rollout,
     write_eval_of,
     write_lines,
+    write_noisy,
     write_step,
 )
 from tests.view.made import HOSTILE, make_cluster_run, make_runs, write_numbers
@@ -367,6 +368,23 @@ def test_time_health_logs_and_differences(ask):
     (setting,) = compared.settings
     assert (setting.key, setting.values) == ("trainer.optim.lr", ["1e-06", "5e-06"])
     assert [(point.version, point.means[1]) for point in compared.evals] == [(0, None), (4, None)]
+
+
+def test_mismatch_by_place_has_tables_and_a_finding(tmp_path):
+    run_dir = make_run(tmp_path / "x", model={"name": "none", "dtype": "bfloat16"})
+    turns = [[(100, 300), (300, 600)]] * 20 + [[(900, 300)]] * 20
+    write_noisy(run_dir, 1, turns, lambda _, turn, __: 1.0 if turn else 0.1)
+    found = Handlers(Library([tmp_path / "x"])).health(run="x")
+    assert [(row.kind, row.first, row.last, row.tokens) for row in found.mismatch] == [
+        ("depth in the context", 0, 127, 560),
+        ("depth in the context", 128, 255, 2560),
+        ("depth in the context", 256, 511, 2880),
+        ("depth in the context", 512, 1023, 8960),
+        ("depth in the context", 1024, 2047, 9040),
+        ("turn", 1, 1, 12000),
+        ("turn", 2, 2, 12000),
+    ]
+    assert " after turn 1, else 0.00" in found.findings[-1].text
 
 
 def test_machines_of_a_cluster_have_rows_and_no_lines(tmp_path):

@@ -168,11 +168,11 @@ def is_done(config: RLConfig, line: CommandLine) -> bool:
     prepared.lease.close()
     for text in prepared.notes:
         note(text)
-    if prepared.is_done:
-        note(f"{root}: all {config.max_steps} steps are done; raise --max_steps to continue")
+    if prepared.why_over:
+        note(f"{root}: {prepared.why_over}")
     elif "view" in line.switches:
         note(f"--view has no effect on a cluster; see the run with: rl view {root}")
-    return prepared.is_done
+    return bool(prepared.why_over)
 
 
 def note(text: str) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from rl.diagnosis.disk import on_disk
 from rl.diagnosis.state import Process, RunState
 from rl.run_dir.checksums import MANIFEST, read_manifest
@@ -35,6 +37,26 @@ class Problem:
     """The `why` of the rollouts that show the problem: the reason they were not trained on."""
     files: tuple[Path, ...] = ()
     """Files that show the problem."""
+
+
+class MismatchRow(msgspec.Struct, frozen=True):
+    """Mismatch KL at the tokens of a range of places, over the newest steps."""
+
+    kind: str
+    first: int
+    last: int
+    tokens: int
+    samples: int
+    kl: float
+    """Mean of k3, nats."""
+    error: float
+    """Standard error of `kl` over samples; 0 for one sample."""
+
+    def __str__(self) -> str:
+        return (
+            f"mismatch KL by {self.kind}, {self.first:,} to {self.last:,}: {self.kl:.2g} ± "
+            f"{self.error:.1g}, {self.tokens:,} tokens of {self.samples:,} samples"
+        )
 
 
 def problems_of(state: RunState, over: bool) -> list[Problem]:

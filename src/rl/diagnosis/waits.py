@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from rl.config.run import RLConfig
 from rl.diagnosis.environments import environment_problems
-from rl.diagnosis.problems import Problem, doubts, problems_of
+from rl.diagnosis.problems import MismatchRow, Problem, doubts, problems_of
 from rl.diagnosis.rewards import other_signs, reward_problems
 from rl.diagnosis.run_outcome import RunOutcome, ended_well, num_models, run_outcome
 from rl.diagnosis.state import RANK, VERBS, Process, RunMachine, RunState
@@ -70,6 +70,7 @@ class Diagnosis:
     machines: list[tuple[RunMachine, str]]
     """The machines of a run on a cluster, each with the line about it; empty if none is there, or
     has been lost."""
+    mismatch: list[MismatchRow]
 
     @property
     def state(self) -> Literal["live", "ended", "stopped", "died"]:
@@ -77,11 +78,11 @@ class Diagnosis:
 
     @property
     def all_lines(self) -> list[str]:
-        """`lines` with what they quote, and those about machines."""
+        """`lines` with what they quote, those about machines, and mismatch KL by place."""
         lines = [
             text for line in self.lines for text in (line.text, *(f"  | {q}" for q in line.quoted))
         ]
-        return [*lines, *(text for _, text in self.machines)]
+        return [*lines, *(text for _, text in self.machines), *map(str, self.mismatch)]
 
 
 def diagnose(
@@ -89,13 +90,18 @@ def diagnose(
     config: RLConfig,
     heartbeats: Staleness | None = None,
     metrics: "Numbers | None" = None,
+    reads_tokens: bool = False,
 ) -> Diagnosis:
-    """Diagnoses a run, alive or dead. `heartbeats`, `metrics`: see RunState."""
+    """Diagnoses a run, alive or dead. `heartbeats`, `metrics`: see RunState. `reads_tokens`: also
+    by its token logs, which may take a second."""
+    from rl.diagnosis.mismatch import mismatch_by_place  # numpy
+
     state = RunState(run_dir, config, heartbeats, metrics)
     hints, environments = reward_problems(state), [*environment_problems(state)]
     broken = [problem for problem in environments if problem.serious]
     doubtful = [*(problem for problem in environments if not problem.serious), *doubts(state)]
-    doubtful += other_signs(state, hints)
+    mismatch, rises = mismatch_by_place(state) if reads_tokens else ([], [])
+    doubtful += [*other_signs(state, hints), *rises]
     outcome = None if state.alive else run_outcome(state)
     problems = problems_of(state, over=bool(outcome and outcome.how == "ended"))
     bottleneck = str(outcome) if outcome else waits_for(state, problems)
@@ -106,7 +112,7 @@ def diagnose(
     joined = any(machine.status for machine in state.machines)
     machines = [(m, machine_line(m, state)) for m in state.machines if joined]
     problems += broken
-    return Diagnosis(outcome, bottleneck, lines, problems, [*hints, *doubtful], machines)
+    return Diagnosis(outcome, bottleneck, lines, problems, [*hints, *doubtful], machines, mismatch)
 
 
 def waits_for(state: RunState, problems: list[Problem]) -> str:

@@ -179,7 +179,8 @@ class Keeper:
                 if other.role.after_server and other.died is None:
                     other.start_at = self.clock
             seconds = round(self.clock - (attempt.began if state.died is None else state.died), 1)
-            self.event("ready", state.name, attempt=child.attempt, seconds=seconds)
+            about = {"seconds": seconds, "prefill_tokens": attempt.status.prefill_tokens}
+            self.event("ready", state.name, attempt=child.attempt, **about)
             if state.died is not None:
                 doing = describe(attempt.status)
                 self.say(f"  {state.name} is back after {seconds:.1f} s ({doing})")

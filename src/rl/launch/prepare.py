@@ -8,6 +8,7 @@ nothing was made yet is reused.
 import contextlib
 import fnmatch
 import json
+import math
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from rl.config.fields import changed_keys, leaves, without_none
 from rl.config.outside import argument_fault
 from rl.config.run import LENGTH, RLConfig, default_length
 from rl.config.stored import as_written
+from rl.diagnosis.run_outcome import early_end
 from rl.launch.repair import repair
 from rl.models.folder import weights_digest
 from rl.run_dir.files import append_file, clean_leftovers, move, write_file
@@ -37,7 +39,8 @@ from rl.system.terminal import nearest
 MAY_CHANGE = [
     pattern
     for line in (
-        "name, output_dir, max_steps, wandb, tensorboard, trainer.gpus, trainer.cpus",
+        "name, output_dir, max_steps, wandb, tensorboard, prometheus, cost, trainer.gpus",
+        "trainer.cpus",
         "trainer.ranks, trainer.micro_batch_tokens, trainer.dp_replicate",
         "trainer.context_parallel, trainer.expert_parallel, trainer.activation_checkpointing",
         "trainer.attention, trainer.compile, trainer.strict_parity, trainer.checkpoint",
@@ -73,8 +76,9 @@ class Prepared:
     """Findings and actions, for the console."""
     lease: Lease
     """The role `rl`, which this process holds while it lives."""
-    is_done: bool = False
-    """Whether a complete run was resumed with unchanged settings, so that nothing is left to do."""
+    why_over: str = ""
+    """Why nothing is left to do: a complete run was resumed with unchanged settings. Otherwise
+    empty."""
 
 
 def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
@@ -95,7 +99,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
             f"another run: {config.kind.program} @ RUN/config.toml --resume"
         )
     make_root(root)
-    lease, is_done = hold_role(run_dir.lock("rl")), False
+    lease, over = hold_role(run_dir.lock("rl")), ""
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(lease.close)
         wait_for_survivors(run_dir, all_servers=clean)
@@ -111,7 +115,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         if continues:
             same = not changed_keys(as_written(root), config)
             notes = continue_run(config, run_dir, resume)
-            is_done = same and resume < 0 and has_ended(config, run_dir)
+            over = why_over(config, run_dir) if same and resume < 0 else ""
         else:
             notes = begin_run(run_dir, lease, clean) if exists or clean else []
             if versions := numbered(run_dir.weights_dir):
@@ -127,7 +131,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         for path in {*run_dir.status_dir.glob("*.json")} - kept:
             archive_status(path, run_dir.spans)
         on_failure.pop_all()
-    return Prepared(run_dir, notes, lease, is_done)
+    return Prepared(run_dir, notes, lease, over)
 
 
 def begin_run(run_dir: RunDir, lease: Lease, clean: bool) -> list[str]:
@@ -155,19 +159,24 @@ def begin_run(run_dir: RunDir, lease: Lease, clean: bool) -> list[str]:
     return [f"reusing {root}: the run in it had made nothing yet"]
 
 
-def has_ended(config: RLConfig, run_dir: RunDir) -> bool:
-    """Returns whether an RL run is complete: it has ended well, its last step is evaluated, and
-    the files of that step exist."""
-    end, last = read_json(run_dir.run_end, RunEnd), config.max_steps
-    return bool(
+def why_over(config: RLConfig, run_dir: RunDir) -> str:
+    """Returns why a complete RL run has nothing left to do, and the remedy: it has ended well, its
+    last step is evaluated, and the files of that step exist. Otherwise empty."""
+    end, last = read_json(run_dir.run_end, RunEnd), run_dir.newest_batch()
+    if not (
         config.kind.has_rollouts
         and end
-        and end.kind == "done"
-        and run_dir.newest_batch() == last
         and last in numbers(run_dir.checkpoints)
         and last in numbered(run_dir.weights_dir)
         and (not config.orchestrator.eval or last in numbered(run_dir.evals))
-    )
+    ):
+        return ""
+    if end.kind == "early" and config.plays:  # a recording may have grown
+        has_target = any(math.isfinite(entry.target) for entry in config.orchestrator.eval)
+        remedy = "; raise orchestrator.eval.target to continue" if has_target else ""
+        return f"{early_end(end, last, config.max_steps)}{remedy}"
+    is_last = end.kind == "done" and last == config.max_steps
+    return f"all {last} steps are done; raise --max_steps to continue" if is_last else ""
 
 
 def runs_in(folder: Path, name: str) -> str:

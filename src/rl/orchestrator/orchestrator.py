@@ -132,6 +132,8 @@ class Orchestrator:
 
     def eligible(self) -> list[str]:
         """Returns the environments from which a group may be started now."""
+        if not self.config.max_lag and self.target_is_due():
+            return []
         places = self.admission.places(self.pipeline.pending.groups)
         return self.admission.eligible(places, self.batches_ahead())
 
@@ -325,15 +327,18 @@ class Orchestrator:
         )
         return None if may_evaluate() else self.policy.next_version(progress.final)
 
+    def target_is_due(self) -> bool:
+        """Returns whether an evaluation that may end the run is due at the loaded version."""
+        due = self.evaluator.due(self.policy.loaded, self.progress.final)
+        return any(math.isfinite(entry.target) for entry in due)
+
     def batch_goes_first(self) -> bool:
         """Returns whether evaluations of the loaded version wait until it has sampled its batch.
         With `max_lag = 0` the servers are idle while that batch trains, so evaluations run then.
-        With an evaluation target they go first: the target is checked before another batch is
-        sampled."""
-        has_target = any(math.isfinite(entry.target) for entry in self.config.orchestrator.eval)
+        If one has a target they go first: it is checked before another batch is sampled."""
         return (
             not self.config.max_lag
-            and not has_target
+            and not self.target_is_due()
             and self.progress.newest <= self.policy.loaded < self.progress.final
         )
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SOURCES = ("trainer", "orchestrator", "eval")
+SOURCES = ("trainer", "orchestrator", "eval", "rl")
 """Processes that write metrics."""
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
 KEPT_BATCHES = 4
@@ -419,11 +419,11 @@ class Run:
             f"{', '.join(logs) or 'nobody'}"
         )
 
-    def quick_diagnosis(self) -> Diagnosis:
-        """The diagnosis without damaged rollout files (finding them reads all files at first).
-        Raises RunError without a configuration."""
+    def quick_diagnosis(self, reads_tokens: bool = False) -> Diagnosis:
+        """The diagnosis without damaged rollout files (finding them reads all files at first), and
+        by default without token logs. Raises RunError without a configuration."""
         with self.reading:
-            return diagnose(self.run_dir, self.config, self.heartbeats, self.numbers)
+            return diagnose(self.run_dir, self.config, self.heartbeats, self.numbers, reads_tokens)
 
     def diagnosis(self) -> Diagnosis:
         """What the run waits for and what is wrong with it, as reported by `rl doctor RUN`,
@@ -431,7 +431,7 @@ class Run:
 
         Raises RunError without a configuration.
         """
-        diagnosis = self.quick_diagnosis()
+        diagnosis = self.quick_diagnosis(reads_tokens=True)
         damaged = [Problem(text, files=(path,)) for path, text in self.damaged.items()]
         return replace(diagnosis, problems=diagnosis.problems + damaged)
 

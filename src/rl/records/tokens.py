@@ -7,14 +7,11 @@ from itertools import accumulate
 import numpy as np
 
 from rl.run_dir.files import CorruptFileError
-from rl.run_dir.numbers import CLIPPED, LATER, MASKED, read_token_log
+from rl.run_dir.numbers import CLIPPED, LATER, MASKED, MAX_LOG_RATIO, read_token_log
 from rl.run_dir.paths import RunDir
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch, sound_batch
 from rl.wire.messages import TrainingSample
-
-MAX_LOG_RATIO = 10.0
-"""The trainer's clamp of log r in nats, see rl.trainer.loss.common."""
 
 
 class SampleTokens:

@@ -286,6 +286,8 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, frozen=True):
     pid: int | None = None
     file: str = ""
     deaths: int | None = None
+    prefill_tokens: int = 0
+    """Of an inference server that is ready, see RoleStatus."""
     lines: list[str] = []
 
 

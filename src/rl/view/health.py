@@ -42,6 +42,7 @@ def health(run: Run) -> Health:
         ],
         processes=processes(run, live=diagnosis.state == "live"),
         machines=[machine_row(machine, run) for machine, _ in diagnosis.machines],
+        mismatch=diagnosis.mismatch,
     )
 
 

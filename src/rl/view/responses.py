@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rl.diagnosis.problems import MismatchRow
 from rl.records.comparison import EvalPoint, SettingDiff
 
 State = Literal["live", "ended", "died", "stopped", "unreadable"]
@@ -396,6 +397,7 @@ class Health(PageAnswer):
     findings: list[Finding]
     processes: list[ProcessRow]
     machines: list[MachineRow]
+    mismatch: list[MismatchRow] = []
 
 
 class Log(PageAnswer):

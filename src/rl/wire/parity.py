@@ -8,8 +8,12 @@ training itself drives versions apart.
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ GROSS = Limit(0.1, math.inf)
 below 0.01."""
 FAR_OFF = 0.3
 """A mean |d| that no rounding explains."""
+FACTOR, ERRORS = 3.0, 4.0
+"""A rise is clear if it is by this factor, and by this many standard errors."""
 
 
 @dataclass(frozen=True)
@@ -164,3 +170,38 @@ def likely_cause(scored: Sequence[ScoredToken], limit: Limit, sliding_window: in
         "of norms or of the router; fused kernels); "
         "float32 shows whether it is rounding"
     )
+
+
+def clear_rises(
+    sums: "np.ndarray", limit: float
+) -> Iterator[tuple[float, int, float, float, float]]:
+    """Yields the clear rises of the mean KL from some bin on: (squared deviations that it explains,
+    first of the higher bins, mean below it, mean from it on, standard error of their difference).
+    The greatest is the one by which a regression tree would divide the tokens.
+
+    sums: [S, BINS, 3] over the tokens of each of S samples in each bin: their number, the sum of
+    their KL, and that of their entropies, nats. limit: mean KL that rounding may reach.
+
+    The KL of a token is heavy-tailed, so chance must not look like a rise:
+
+    * Errors are over samples, because the tokens of one are alike. They are deviations from the
+      common mean, so n samples on each side give at most sqrt(2 n) errors, however large and rare
+      their values are. Each side's is at least what the deviations on both sides give for as many
+      tokens: a side that has none of the rare values by chance must not seem exact.
+    * Rounding that changes each logit by s gives a KL of s^2 / 2 (1 - sum p^2), at most the entropy
+      times s^2 / 2. So the KL may rise in proportion to the entropy.
+    """
+    import numpy as np
+
+    for cut in range(1, sums.shape[1]):
+        sides = np.add.reduceat(sums, [0, cut], axis=1)
+        tokens, kls, entropies = sides.sum(axis=0).T
+        if tokens.all():
+            (low, high), (shallow, deep) = kls / tokens, entropies / tokens
+            mean = kls.sum() / tokens.sum()
+            squares = np.square(sides[..., 1] - mean * sides[..., 0]).sum(axis=0)
+            variances = np.maximum(squares / tokens, squares.sum() / tokens.sum()) / tokens
+            rise, error = high - low, np.sqrt(variances.sum())
+            at_least = max(limit, FACTOR * low, FACTOR * low * deep / max(shallow, 1e-9))
+            if high > at_least and rise > ERRORS * error:
+                yield tokens.prod() / tokens.sum() * rise**2, cut, low, high, error

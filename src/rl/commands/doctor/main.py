@@ -139,7 +139,7 @@ def diagnosis(root: Path, *, verify: bool, as_json: bool) -> int:
     from rl.diagnosis.waits import diagnose
 
     run_dir, config = open_run(root)
-    report = diagnose(run_dir, config)
+    report = diagnose(run_dir, config, reads_tokens=True)
     problems = [problem.text for problem in report.problems if problem.serious]
     if verify:
         problems += [fault for fault in damaged_files(run_dir) if fault not in problems]

@@ -2,7 +2,7 @@
 
 import { html, useEffect, useRef } from "./core.js";
 import { useAnswer } from "./api.js";
-import { ago, bytes } from "./format.js";
+import { ago, bytes, number } from "./format.js";
 import { change, link } from "./router.js";
 import { Entry, Fault, State, Words } from "./ui.js";
 
@@ -22,6 +22,7 @@ export function Health({ run, values, live }) {
     <div class="sides"><section class="card"><h2>The run</h2><ul class="lines">${data.lines.map((line, i) => html`<li key=${i}><${Words} text=${line} /></li>`)}</ul></section>
       <section class="card"><h2>Processes</h2><table><tbody>${data.processes.map((one) => html`<tr key=${one.name} aria-current=${one.name === process ? "true" : null}><th scope="row">${one.attempts.length ? html`<a href=${link("health", { run: [run], process: one.name })}>${one.name}</a>` : one.name}</th>
         <td>${one.doing || html`<span class="faint">${data.state === "live" ? "no status" : "has ended"}</span>`}</td><td class="faint right">${one.heartbeat ? ago(one.heartbeat) : ""}</td><td class="faint right">${one.attempts.length > 1 ? `attempt ${Math.max(...one.attempts)}` : ""}</td></tr>`)}</tbody></table></section></div>
+    ${data.mismatch.length > 0 && html`<${Mismatch} rows=${data.mismatch} />`}
     ${process && html`<${Log} key=${process} run=${run} process=${process} attempts=${data.processes.find((one) => one.name === process)?.attempts ?? []} attempt=${values.attempt} text=${values.find ?? ""} live=${live} />`}`;
 }
 
@@ -33,6 +34,16 @@ function Machine({ run, machine, logs }) {
     <td>${machine.does}${machine.facts && html`<div class="faint small">${machine.facts}</div>`}</td><td>${machine.host}</td>
     <td>${machine.processes.map((name, i) => html`${i > 0 && ", "}${logs.includes(name) ? html`<a key=${name} href=${link("health", { run: [run], process: name })}>${name}</a>` : name}`)}</td>
     <td class="faint right nowrap">${machine.since ? ago(machine.since) : ""}</td><td class="faint right nowrap">${machine.last_sign ? ago(machine.last_sign) : ""}</td></tr>`;
+}
+
+/** Mismatch KL by place, with bars for the eye. @param {{rows: import("./types").MismatchRow[]}} props */
+function Mismatch({ rows }) {
+  const most = Math.max(...rows.map((row) => row.kl));
+  const places = (/** @type {import("./types").MismatchRow} */ { first, last }) => [...new Set([first, last])].map((end) => end.toLocaleString("en")).join("-");
+  return html`<section class="card"><h2>Mismatch KL by place</h2><div class="mismatch">
+    ${[...new Set(rows.map((row) => row.kind))].map((kind) => html`<table key=${kind}><thead><tr><th>${kind[0].toUpperCase() + kind.slice(1)}</th><th>Mean KL</th><th class="right">± error</th><th class="right">Tokens</th><th class="right">Samples</th></tr></thead>
+      <tbody>${rows.filter((row) => row.kind === kind).map((row) => html`<tr key=${row.first}><th scope="row" class="nowrap">${places(row)}</th><td>${number(row.kl)}<i style=${{ width: `${(row.kl / most) * 100}%` }}></i></td><td class="faint right nowrap">${row.samples > 1 ? number(row.error) : ""}</td>
+        <td class="faint right">${row.tokens.toLocaleString("en")}</td><td class="faint right">${row.samples.toLocaleString("en")}</td></tr>`)}</tbody></table>`)}</div></section>`;
 }
 
 /** @param {{run: string, finding: import("./types").Finding}} props */

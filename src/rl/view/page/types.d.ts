@@ -249,6 +249,7 @@ export interface Health {
   findings: Finding[];
   processes: ProcessRow[];
   machines: MachineRow[];
+  mismatch: MismatchRow[];
 }
 
 export interface Finding {
@@ -275,6 +276,16 @@ export interface MachineRow {
   since: number | null;
   last_sign: number | null;
   processes: string[];
+}
+
+export interface MismatchRow {
+  kind: string;
+  first: number;
+  last: number;
+  tokens: number;
+  samples: number;
+  kl: number;
+  error: number;
 }
 
 export interface Log {
