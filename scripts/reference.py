@@ -21,6 +21,7 @@ from rl.config.foreign import FOREIGN
 from rl.config.help import description, in_order, variants
 from rl.config.run import RLConfig
 from rl.launch.prepare import MAY_CHANGE
+from rl.run_dir.metrics import COST as COST_METRICS
 from rl.run_dir.metrics import SECTIONS
 from rl.view.server import PAGE, ROUTES
 
@@ -51,9 +52,45 @@ METRICS = """# Metrics
 
 Every number of a run, under the names of `metrics.jsonl`, which W&B and the console have, too. A
 line of the file is
-`{"step": N, "time": ..., "source": "trainer", NAME: value, ...}`; sources are `trainer`, `orchestrator` and `eval`. Of two lines with the
+`{"step": N, "time": ..., "source": "trainer", NAME: value, ...}`; sources are `trainer`, `orchestrator`, `eval` and `rl`. Of two lines with the
 same step and source the later one counts, so a resume never doubles a curve. `<env>` is an
 environment's name.
+
+## Prometheus
+
+`--prometheus` serves the newest value of each metric of a live run at `http://127.0.0.1:8412/metrics` (`prometheus.host`
+and `prometheus.port` change that; on a cluster it is the leader's machine). A scraper shows the run's token:
+
+```
+scrape_configs:
+  - job_name: rl
+    authorization: {credentials_file: outputs/NAME/status/token}
+    static_configs: [{targets: ["127.0.0.1:8412"]}]
+```
+
+`reward/<env>/mean` is `rl_reward_env_mean{run="...", source="orchestrator", env="..."}` there, a gauge like all; words in angle brackets
+are labels. Metrics that are not on this page are `rl_other{name="..."}`, and so is the newest `step` of each source. A value of the trainer
+or of an evaluation that not every line has stays until there is a newer one; of the orchestrator's metrics there are those of the newest
+batch. So a scraper sees values of single steps: what each step had is in `metrics.jsonl`. vLLM's own numbers are at
+`/metrics` of the inference server.
+"""
+COST = """`tokens/...` are numbers of one line, and their sum over all lines is that of the run; the last lines of a run and `rl compare` have it. The
+batch that settles a rollout counts it. So each is counted once, whatever was killed and resumed, and of `tokens/sampled` each token is
+trained or dropped, but for a batch in quarantine; dropped as `kept_overflow` are single tokens, too. What `why` means: [environments.md](environments.md#when-things-go-wrong).
+Not counted are
+
+* what was lost or cancelled before it finished: with a killed server or worker, with a cancelled group, with an example of an
+  evaluation that was played again;
+* rollouts that no batch has settled at the end of the run, and steps that `--resume STEP` has removed;
+* what is computed again: by vLLM after new weights or for lack of memory, by the trainer after a crash;
+* log-probabilities of a teacher, and calls of judges, which environments make by themselves.
+
+NeMo Gym and the service of `trainer.backend = "tinker"` do not tell what was cached; all of their prompts count as prefilled.
+
+`cost/...` are totals so far. `rl` writes them after each step and at its end. A machine counts while `rl` has the run, in all of its
+starts, with all of its GPUs; one of a cluster while it gives signs of life to the leader. A kill of `rl` loses what passed since the last
+step, `--resume STEP` what passed after that one. Servers that were started by hand do not count, nor do runs without `rl`.
+`cost.per_hour` and the prices of tokens ([settings](settings.md#cost)) make money of them, at the prices of the newest start.
 """
 
 MIGRATING = """# Coming from prime-rl, verl, TRL or OpenRLHF
@@ -148,6 +185,8 @@ def metrics_page() -> str:
     parts = [MADE + METRICS]
     for title, metrics in SECTIONS.items():
         parts.append(f"## {title}\n")
+        if metrics is COST_METRICS:
+            parts.append(COST)
         parts.append(
             "\n".join(
                 [

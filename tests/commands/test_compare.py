@@ -39,6 +39,10 @@ def runs(tmp_path, monkeypatch):
                     "time/step": 2.0,
                 },
             )
+        logs["orchestrator"].write(steps, {"tokens/sampled": 70_000, "tokens/dropped_stale": 7})
+        if name == "y":
+            logs["trainer"].write(steps, {"tokens/trained": 5})
+            MetricsLog(config.run_dir.metrics, "rl").write(steps, {"cost/machine_s": 12.345})
         for version in (0, steps):
             logs["eval"].write(
                 version,
@@ -74,6 +78,12 @@ evaluation  version              A              B   B - A
 e                 0  0.250 ± 0.030  0.250 ± 0.030  +0.000
                   2              -  0.450 ± 0.030
                   4  0.650 ± 0.030              -
+
+what it cost              A      B
+tokens/sampled        70000  70000
+tokens/dropped_stale      7      7
+tokens/trained            -      5
+cost/machine_s            -   12.3
 
 """,
         "",

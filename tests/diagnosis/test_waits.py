@@ -775,6 +775,11 @@ def test_a_reward_that_rises_or_is_high_needs_no_hints(tmp_path):
             "45% of the answers were cut off (rollouts/truncated): raise "
             "orchestrator.sampling.max_tokens = 256",
         ),
+        (
+            {"tokens/kept_overflow": 3, "rollouts/length_mean": 25.0, "rollouts/finished": 4},
+            {},
+            "3% of the tokens, those of the highest entropy, are not trained (tokens/kept_",
+        ),
         ({"rollouts/errored": 0.3}, {}, "30% of the rollouts failed (rollouts/errored): `rl show "),
         ({"lag/mean": 5.5}, {}, "tokens are 5.5 versions old (lag/mean): lower max_lag = 1"),
         ({}, {"optim/lr": 0.0}, "the learning rate is 0 (optim/lr): raise trainer.optim.lr = "),

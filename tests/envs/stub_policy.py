@@ -35,6 +35,7 @@ class StubRenderer:
     """`role: content` a line, each closed by END; tools are named in front."""
 
     stop_token_ids = [ord(END)]
+    special_ids = {ord(END)}
     supports_tools = True
     tokenizer = SimpleNamespace(convert_ids_to_tokens=chr)
     bos = ""

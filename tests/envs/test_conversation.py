@@ -8,6 +8,8 @@ import pytest
 
 from rl.envs.classic.client import TextConversation
 from rl.envs.policy import Conversation, RolloutError
+from rl.models import probes
+from rl.models.chat import RendererError
 from rl.wire.turns import Turns
 from tests.envs.stub_policy import StubPolicy, text
 from tests.models.conversations import assistant, user
@@ -37,6 +39,24 @@ def test_a_long_chat_is_kept_once():
     assert len(msgspec.msgpack.encode(chat.turns)) < 12 * chat.turns.chains[0].num_tokens + 30 * 200
 
 
+def test_a_teacher_is_compared_on_a_chat_that_the_template_renders(monkeypatch):
+    policy = StubPolicy(lambda prompt: "answer")
+    chat = policy.chat_for_teachers()
+    assert [message["role"] for message in chat.messages] == ["system", "user"]
+    assert probes.TEXT in text(chat.token_ids) and chat.special_ids == policy.renderer.special_ids
+    render = policy.renderer.prompt_ids
+
+    def without_system(messages):
+        if messages[0]["role"] == "system":
+            raise RendererError("no system role")
+        return render(messages)
+
+    monkeypatch.setattr(policy.renderer, "prompt_ids", without_system)
+    assert policy.chat_for_teachers().token_ids == render(probes.CHAT[1:])
+    policy.endpoint = object()
+    assert policy.chat_for_teachers() is None
+
+
 def test_routes_are_kept_once_for_each_token():
     policy = StubPolicy(lambda prompt: "answer")
     chats = [Conversation(policy, 0, SAMPLING) for _ in range(2)]
@@ -50,6 +70,15 @@ def test_routes_are_kept_once_for_each_token():
     assert asked == [None, True, True, True] and not chats[0].turns[0].routes
     (chain,) = chats[1].turns.chains
     assert len(chain.routes) == 2 * (chain.num_tokens - 1)
+
+
+def test_kept_ids_are_asked_for_where_turns_are_trained():
+    """An evaluation may truncate although training does not; a GPU's server refuses it then."""
+    policy = StubPolicy(lambda prompt: "answer")
+    policy.spec.max_kept = 9
+    for seed in (None, 5):
+        answer(Conversation(policy, 0, SAMPLING, seed=seed), [user("question")])
+    assert [call["sampling"].get("max_kept") for call in policy.servers.asked] == [9, None]
 
 
 def test_words_that_the_assistant_has_begun_are_not_closed():

@@ -184,6 +184,7 @@ def test_a_tool_server_that_dies_fails_rollouts_at_once(with_tools):
 
 def test_agents_are_rollouts_of_their_own():
     policy = saying("yes")
+    policy.spec.max_kept = 9
     [[solver, judge]] = play(load("v1-duel", policy))
     assert (solver.agent, solver.trainable, judge.agent, judge.trainable) == (
         "solver",
@@ -201,6 +202,7 @@ def test_agents_are_rollouts_of_their_own():
     assert [asked["sampling"]["temperature"] for asked in policy.servers.asked] == [1.0, 0.0], (
         "an agent that is not trained has its own sampling"
     )
+    assert [asked["sampling"].get("max_kept") for asked in policy.servers.asked] == [9, None]
 
 
 def test_an_agent_that_is_trained_keeps_the_run_s_temperature():

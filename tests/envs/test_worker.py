@@ -185,6 +185,17 @@ class SometimesNan:
         ]
 
 
+def test_the_tokens_of_failed_attempts_are_told_once(monkeypatch):
+    """Each attempt has 3 prompts of 1 token and 6 sampled tokens."""
+    monkeypatch.setattr(worker, "RETRY_PAUSE_S", 0.0)
+    for faults, attempts in ((0, 0), (1, 1), (2, 2), (9, 2)):
+        playing = worker_of(SometimesNan(math.nan, faults), retries=2)
+        (first,), (second,) = asyncio.run(playing.play_with_retries(ORDER, 2))
+        used = {"prefilled": 3 * attempts, "cached": 0, "sampled": 6 * attempts}
+        assert first.retried == (used if attempts else {})
+        assert second.retried == {} and second.retries == attempts
+
+
 @pytest.mark.parametrize("value", [math.nan, -math.inf, None])
 def test_a_log_probability_that_is_not_finite_fails_its_rollout(value, monkeypatch):
     """It is played again; if that does not help, its line in rollouts/ says why it is not

@@ -18,6 +18,7 @@ import torch
 from fastapi import FastAPI
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
+from vllm.v1.outputs import SamplingMaskLists
 
 from rl.config.run import RLConfig
 from rl.inference.chat import Answers
@@ -90,6 +91,18 @@ def test_vllm_is_asked_for_the_kept_tokens_on_gpus_if_sampling_is_cut(monkeypatc
         )
         args = vllm_arguments(config, str(tmp_path), on_cpu=on_cpu)
         assert args.return_sampling_mask == (top_p < 1 and max_kept > 0 and not on_cpu)
+    alone = RLConfig.model_validate({"orchestrator": {"sampling": {"top_p": 0.9}}})  # `rl record`
+    assert vllm_arguments(alone, str(tmp_path), on_cpu=False).return_sampling_mask
+    for key, value in (
+        ("scheduler_cls", "mine.Scheduler"),
+        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}),
+    ):
+        alone.inference.vllm = {key: value}
+        with pytest.raises(ConfigError, match=f"inference.vllm.{key}: with it vLLM does not tell"):
+            vllm_arguments(alone, str(tmp_path), on_cpu=True)
+        alone.trainer.max_kept = 0
+        assert vllm_arguments(alone, str(tmp_path), on_cpu=True)
+        alone.trainer.max_kept = 9
     bounded = {(0.0, 0): (1.0, 1), (0.5, 0): (0.5, 97), (0.5, 4): (0.5, 4)}
     for (temperature, top_k), expected in bounded.items():
         params = SamplingParams(temperature=temperature, top_k=top_k)
@@ -127,17 +140,35 @@ def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
 
 
 def test_kept_tokens_are_those_of_vllm_within_the_limit():
-    """Sets of the whole vocabulary (of 5) are none, our draw's -1 and larger ones too many."""
+    """Sets of the whole vocabulary (of 5) are none, our draw's -1 and larger ones too many. What
+    was not asked for is dropped in the step: of long answers it would fill the memory."""
     sets = [[3], [0, 1, 2, 3, 4], [1, 2, 3], [-1], [4, 2]]
-    answer = SimpleNamespace(
-        token_ids=[3, 0, 1, 1, 4], sampling_mask=SimpleNamespace(token_ids=sets)
-    )
-    kept = kept_of(answer, 2, 5)
-    assert kept and unpack_kept(kept) == [[3], [], None, None, [4, 2]]
+    states = {
+        str(limit): SimpleNamespace(queue=SimpleNamespace(max_kept=limit)) for limit in (0, 2)
+    }
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states), vocab_size=5)
+    ends = np.cumsum([0, *map(len, sets)])
+    whole = SamplingMaskLists(np.concatenate(sets), ends)
+    single = [SamplingMaskLists(np.array(ids)) for ids in sets]
+
+    def bounded(masks, request_id):
+        steps = [SimpleNamespace(request_id=request_id, new_sampling_mask=mask) for mask in masks]
+        for step in steps:
+            VersionedEngine.bound_kept(engine, step)
+        chunks = [step.new_sampling_mask for step in steps if step.new_sampling_mask]
+        return [ids for chunk in chunks for ids in chunk.to_nested_list()]
+
+    for masks in (single, [whole]):  # with speculative decoding a step has several tokens
+        mask = SimpleNamespace(token_ids=bounded(masks, "2"))
+        assert mask.token_ids == [[3], [], [-1], [-1], [4, 2]]
+        answer = SimpleNamespace(token_ids=[3, 0, 1, 1, 4], sampling_mask=mask)
+        kept = kept_of(answer)
+        assert kept and unpack_kept(kept) == [[3], [], None, None, [4, 2]]
+        assert not bounded(masks, "0") and not bounded([None], "2") and not bounded(masks, "ended")
     for mask in (None, SimpleNamespace(token_ids=sets[1:])):
         answer.sampling_mask = mask
         with pytest.raises(ValueError, match="leave them out, or set trainer"):
-            kept_of(answer, 2, 5)
+            kept_of(answer)
 
 
 @pytest.mark.parametrize("reason", ["abort", "error"])

@@ -318,6 +318,8 @@ def test_turns_with_tools_are_trained_on_as_they_were_sampled(server, monkeypatc
     for before, after in pairwise(turns):
         whole = before.prompt_ids + before.completion_ids
         assert after.prompt_ids[: len(whole)] == whole
+        # the answer before was computed for that turn, and its last token was never read
+        assert len(before.prompt_ids) // 2 < after.num_cached < len(whole)
     ids = sample.token_ids.tolist()
     expected = [0.0, *rescore(server.weights[0], ids[:1], ids[1:], 0.8).tolist()]
     differences = [

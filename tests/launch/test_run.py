@@ -538,7 +538,7 @@ class Loop(RunLoop):
         self.merger = SimpleNamespace(merge=lambda: None)
         self.check_fence = lambda: None
         self.unshown, self.cleaned, self.beside, self.curves_at = [], None, [], math.inf
-        self.trackers = SimpleNamespace(send=lambda _: None)
+        self.trackers = self.meter = SimpleNamespace(send=lambda _: None, note=lambda _: None)
         self.shown = list[object]()
 
     def meet(self, lines):
@@ -645,7 +645,8 @@ def test_wandb_offline_gets_every_step_once(rl, monkeypatch):
     code, _, err = rl("--wandb.tags", '["sums"]', "--wandb.group sweep")
     assert code == 0, err
     state = json.loads((rl.root / "wandb.json").read_text())
-    assert state["sent"] == {"eval/e": 3, "orchestrator": 3, "trainer": 3, "rollouts": 3}
+    sources = ("eval/e", "orchestrator", "trainer", "rl", "rollouts")
+    assert state["sent"] == dict.fromkeys(sources, 3)
     (table,) = (rl.root / "wandb").glob("offline-run-*/files/media/table/rollouts_*.table.json")
     row = [None, "e", None, 1, 0, 1.0, 0.5, None, None, "trained", "user: 1+1?\n[$JUDGE_API_KEY]"]
     assert json.loads(table.read_bytes())["data"] == [row]

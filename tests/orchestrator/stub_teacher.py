@@ -14,19 +14,38 @@ def logprob(ids: list[int], t: int) -> float:
 
 
 class StubTeacher(WebServer):
-    """Answers /v1/models, /v1/completions and /detokenize. `requests` holds the ids of each
-    scoring request."""
+    """Answers /v1/models, /v1/completions, /detokenize and /tokenize. `requests` holds the ids of
+    each scoring request.
 
-    def __init__(self, *, max_model_len: int = 4096, tokenizer=None, key: str = ""):
+    It finds a token of its first request `sense` nats more likely than in another order.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_model_len: int = 4096,
+        tokenizer=None,
+        key: str = "",
+        sense: float = 3.0,
+        shift: float = 0.0,
+        rendered: list[int] | web.Response | None = None,
+    ):
         routes = (
             web.get("/v1/models", self.models),
             web.post("/v1/completions", self.completions),
             web.post("/detokenize", self.detokenize),
+            web.post("/tokenize", self.tokenize),
         )
         super().__init__(*routes, path="/v1")
         self.max_model_len = max_model_len
         self.tokenizer = tokenizer
         self.key = key
+        self.sense = sense
+        self.shift = shift
+        """Nats added to every log-probability."""
+        self.rendered = rendered
+        """The answer to /tokenize; None: no such route."""
+        self.tokenized: list[dict] = []
         self.requests: list[list[int]] = []
         self.answers: list[web.Response | None] = []
         """What the next scoring requests get instead of an answer; None: no answer for a long
@@ -48,6 +67,12 @@ class StubTeacher(WebServer):
             }
         )
 
+    async def tokenize(self, request: web.Request) -> web.Response:
+        self.tokenized.append(await request.json())
+        if isinstance(self.rendered, list):
+            return web.json_response({"tokens": self.rendered})
+        return self.rendered or web.Response(status=404)
+
     async def completions(self, request: web.Request) -> web.Response:
         body = await request.json()
         assert body["model"] == "big" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
@@ -58,10 +83,13 @@ class StubTeacher(WebServer):
             return answer
         ids = body["prompt"]
         self.requests.append(ids)
+        first = self.requests[0]
+        shuffled = ids != first and sorted(ids) == sorted(first)
+        shift = self.shift - self.sense * shuffled
         entries = [
             None,
             *(
-                {str(ids[t]): {"logprob": logprob(ids, t), "rank": 1, "decoded_token": "x"}}
+                {str(ids[t]): {"logprob": logprob(ids, t) + shift, "rank": 1, "decoded_token": "x"}}
                 for t in range(1, len(ids))
             ),
         ]

@@ -304,10 +304,10 @@ class KilledError(Exception):
 
 
 class SilentTeacher(StubTeacher):
-    """Answers nothing after the request at its start."""
+    """Answers nothing after the requests at its start."""
 
     async def completions(self, request):
-        if self.requests:
+        if len(self.requests) == 2:
             await asyncio.sleep(20)
         return await super().completions(request)
 
@@ -334,7 +334,7 @@ def test_what_is_played_is_kept_while_a_teacher_is_asked(tmp_path, model):
 
     with pytest.raises(KilledError):
         beside_teacher(silent, tmp_path, model, steps=[], during=kill)
-    assert kept and len(silent.requests) == 1
+    assert kept and len(silent.requests) == 2
     teacher = StubTeacher()
     _, (_, given, _) = beside_teacher(teacher, tmp_path, model, "--max_steps 1")
     scored = {tuple(ids) for ids in teacher.requests}

@@ -46,7 +46,7 @@ def test_numbers_are_columns_that_follow_the_files(run_dir):
         assert not len(run.curve(name)[0])
     for method, name, words in (
         (run.curve, "reward/meen", "there is no such metric; similar: reward/mean"),
-        (run.metrics, "trianer", "give trainer, orchestrator, eval, or None for all"),
+        (run.metrics, "trianer", "give trainer, orchestrator, eval, rl, or None for all"),
     ):
         with pytest.raises(RunError, match=f"{name}'?: {words}"):
             method(name)

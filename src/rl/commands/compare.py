@@ -1,5 +1,5 @@
 """`rl compare`: prints two runs side by side, from their files: differing settings, curves,
-evaluations."""
+evaluations, cost."""
 
 import shutil
 import sys
@@ -12,16 +12,18 @@ from rl.commands.options import runs_given
 from rl.launch.children import Children
 from rl.records.comparison import eval_points, setting_diffs
 from rl.records.run import Run
+from rl.run_dir.cost import totals
 from rl.run_dir.numbers import Curve
 from rl.system.terminal import clip, digits, sparkline, table, visible, with_error
 
 HELP = """usage: rl compare A B
 
-Prints two runs side by side, alive or dead: settings that differ, curves of the usual metrics, and
-the evaluations of all versions that either run evaluated. A and B are run directories, or run names
-under outputs/. A curve shows the mean over each of several intervals of steps, and a line of bars
-on the same scale for both runs. For the difference between two evaluations with its confidence
-interval, on the same examples, use: rl eval --policy A@best --compare B@best
+Prints two runs side by side, alive or dead: settings that differ, curves of the usual metrics, the
+evaluations of all versions that either run evaluated, and what they cost. A and B are run
+directories, or run names under outputs/. A curve shows the mean over each of several intervals of
+steps, and a line of bars on the same scale for both runs. For the difference between two
+evaluations with its confidence interval, on the same examples, use: rl eval --policy A@best
+--compare B@best
 """
 NAMES = ("A", "B")
 METRICS = (
@@ -66,7 +68,7 @@ def main(args: list[str], _children: Children) -> int:
         sft, origin = run.config.sft, f", {run.origin}" if run.origin else ""
         last = "" if sft and sft.epochs else f" of {run.config.max_steps}"
         print(visible(f"{name}  {root}: {run.step}{last} steps{origin}"))
-    for part in (settings(runs, width), curves(runs, width), evaluations(runs)):
+    for part in (settings(runs, width), curves(runs, width), evaluations(runs), costs(runs)):
         lines = (clip(line, width or len(line)) for line in map(visible, part))
         print("", *lines, sep="\n")
     print()
@@ -160,3 +162,11 @@ def evaluations(runs: list[Run]) -> list[str]:
     if not rows:
         return ["neither run has an evaluation"]
     return table(["evaluation", "version", *NAMES, "B - A"], rows, left=1)
+
+
+def costs(runs: list[Run]) -> list[str]:
+    """Returns a table of what the runs cost: tokens of all steps, seconds, and money."""
+    both = [totals(run.numbers) for run in runs]
+    names = dict.fromkeys(name for spent in both for name in spent)
+    rows = [[name, *(digits(s[name]) if name in s else "-" for s in both)] for name in names]
+    return table(["what it cost", *NAMES], rows, left=1) if rows else ["no cost was measured"]

@@ -536,8 +536,10 @@ def exposure(config: RLConfig) -> list[str]:
         "encrypted)",
         "serve": "other machines that send the key which `rl serve` prints can train and sample; "
         f"{plain}",
+        "prometheus": f"other machines that send {guard} can read the metrics; {plain}",
     }
-    hosts = {} if config.kind == "sft" else {key: getattr(config, key) for key in effects}
+    read = ["prometheus"] if config.kind == "sft" else [*effects]
+    hosts = {key: getattr(config, key) for key in read}
     sentences = [
         f"{key}.host = {process.host}: {effects[key]}"
         for key, process in hosts.items()

@@ -121,7 +121,7 @@ def keys_in(section: str, names: str) -> str:
 
 RUN = "name output_dir max_steps seed model"
 EVERYTHING = " ".join(RLConfig.model_fields)
-TRACKED = f"{RUN} renderer supervisor wandb tensorboard trainer"
+TRACKED = f"{RUN} renderer supervisor wandb tensorboard prometheus cost trainer"
 OF_TRAINING = keys_in("orchestrator.environment", "weight group_size credit difficulty teacher")
 PLAYING = "name output_dir seed model renderer inference " + keys_in(
     "orchestrator",

@@ -198,6 +198,42 @@ class WandbConfig(Settings):
     none."""
 
 
+class CostConfig(Settings):
+    """Prices, in any currency, of the metric `cost/total`. Prices of tokens are those of a
+    service, such as the one of trainer.backend = "tinker". Calls of judges are not counted."""
+
+    per_hour: float = Field(0.0, ge=0)
+    """Price of one machine for an hour."""
+    per_million_prompt: float = Field(0.0, ge=0)
+    """Price of a million tokens of prompts, cached or not."""
+    per_million_sampled: float = Field(0.0, ge=0)
+    """Price of a million sampled tokens."""
+    per_million_trained: float = Field(0.0, ge=0)
+    """Price of a million tokens of trained samples, prompts included."""
+
+    def price(self, spent: dict[str, float]) -> float:
+        """Returns the price of what was spent, see rl.run_dir.cost.totals."""
+        prices = {
+            "prefilled": self.per_million_prompt / 1e6,
+            "cached": self.per_million_prompt / 1e6,
+            "sampled": self.per_million_sampled / 1e6,
+            "batch": self.per_million_trained / 1e6,
+            "machine_s": self.per_hour / 3600,
+        }
+        return sum(prices.get(name.rpartition("/")[2], 0.0) * spent[name] for name in spent)
+
+
+class PrometheusConfig(Settings):
+    """A page with the newest value of each metric, for Prometheus: `/metrics` of `rl`
+    (docs/metrics.md). Scrapers need the run's token."""
+
+    host: Host = "127.0.0.1"
+    """Address to bind. Anything but loopback opens the page to other machines that have the
+    run's token (docs/security.md)."""
+    port: int = Field(8412, ge=0, le=65535)
+    """Port to bind; 0: any free one, which `rl` prints at its start."""
+
+
 TRUNCATIONS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
 """Settings that leave tokens out of what is sampled, each with the value at which it leaves out
 none."""
@@ -227,6 +263,9 @@ class RLConfig(Settings):
     tensorboard: bool = False
     """Whether to write metrics as TensorBoard event files to the run's `tensorboard/` as well.
     Needs the extra `tensorboard`."""
+    prometheus: Annotated[PrometheusConfig | None, BeforeValidator(switch)] = None
+    """A page of metrics for Prometheus; `--prometheus` switches it on."""
+    cost: CostConfig = CostConfig()
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -313,7 +352,7 @@ class RLConfig(Settings):
         the same (`replayed`) or with another one."""
         settings = [
             item
-            for env in self.orchestrator.environment
+            for env in self.orchestrator.environment or [EnvSource()]  # `rl record`
             if self.replays_sampling(env) == replayed
             for item in self.sampling_of(env).items()
         ]

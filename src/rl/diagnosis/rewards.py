@@ -35,6 +35,7 @@ ENTROPY_FACTOR, CUT_OFF_RISE = 3.0, 0.25
 """Rises since the first step that confirm a collapse: of the entropy and of the share of answers
 cut off."""
 CUT_OFF, SILENT = "rollouts/truncated", "rollouts/zero_advantage"
+OVERFLOW, SAMPLED = "tokens/kept_overflow", ("rollouts/length_mean", "rollouts/finished")
 
 
 def hint(text: str, *metrics: str, why: str | None = None) -> Problem:
@@ -196,6 +197,14 @@ def rollout_hints(state: RunState) -> Iterator[Problem]:
             f"{share['truncated']:.0%} of the answers were cut off ({CUT_OFF}): raise "
             f"orchestrator.sampling.max_tokens = {config.orchestrator.sampling.max_tokens}",
             CUT_OFF,
+        )
+    counts = [mean(state, "orchestrator", name) for name in (OVERFLOW, *SAMPLED)]
+    if counts[0] > 0.01 * counts[1] * counts[2]:
+        yield hint(
+            f"{counts[0] / (counts[1] * counts[2]):.0%} of the tokens, those of the highest "
+            f"entropy, are not trained ({OVERFLOW}): raise trainer.max_kept = "
+            f"{config.trainer.max_kept}, or set orchestrator.sampling.top_k",
+            OVERFLOW,
         )
     if share["overlong"] > 0.05:
         yield hint(

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rl.config.run import TRUNCATIONS, RendererConfig
+from rl.models import probes
 from rl.models.chat import Answer, Message, RendererError, Tool, assistant_message
 from rl.models.renderer import Renderer, load_renderer
 from rl.wire.inference_client import InferenceLostError, InferenceServers, PromptTooLongError
 from rl.wire.rollouts import Cause
 from rl.wire.turns import Turn, Turns
-from rl.wire.worker_messages import Endpoint, PolicySpec, derived_seed
+from rl.wire.worker_messages import Endpoint, PolicySpec, RenderedChat, derived_seed
 
-SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed")
+SAMPLING_KEYS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "seed", "max_kept")
 OVERRIDABLE = ("max_tokens", "stop", "seed")
 """Sampling parameters that an environment may set per call; not the temperature, as the trainer
 scores tokens at the configured one."""
@@ -71,6 +72,17 @@ class Policy:
                 inference_proxy=spec.inference_proxy,
             )
 
+    def chat_for_teachers(self) -> RenderedChat | None:
+        """Renders probes.CHAT, without its system message if the template refuses that; None for
+        an endpoint."""
+        if self.endpoint:
+            return None
+        messages, special = probes.CHAT, self.renderer.special_ids
+        try:
+            return RenderedChat(messages, self.renderer.prompt_ids(messages), special)
+        except RendererError:
+            return RenderedChat(messages[1:], self.renderer.prompt_ids(messages[1:]), special)
+
     @property
     def chat(self) -> "type[Conversation]":
         """The class of its conversations in messages."""
@@ -97,8 +109,6 @@ class Policy:
         sampling["stop_token_ids"] = self.renderer.stop_token_ids
         if self.spec.routes:
             sampling["routes"] = True
-        if self.spec.max_kept:
-            sampling["max_kept"] = self.spec.max_kept
         try:
             return await self.servers.generate(session, prompt_ids, sampling)
         except (InferenceLostError, ValueError) as error:
@@ -168,9 +178,11 @@ class Conversation:
             overrides.get(key) not in (None, self.sampling.get(key, plain))
             for key, plain in FORCED.items()
         )
-        seed = {} if self.seed is None else {"seed": derived_seed(self.seed, self.asked)}
+        sampling = {"max_kept": self.policy.spec.max_kept or None} | self.sampling
+        if self.seed is not None:  # an evaluation, which is not trained
+            sampling |= {"max_kept": None, "seed": derived_seed(self.seed, self.asked)}
         self.asked += 1
-        return await self.policy.sample(self.session, ids, self.sampling | seed, overrides)
+        return await self.policy.sample(self.session, ids, sampling, overrides)
 
     def before_stop(self, answer: Answer, overrides: dict[str, Any]) -> Answer:
         """An answer without the stop string that ended it, which OpenAI's servers leave out,

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import traceback
+from collections import Counter
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Worker:
             env.scores_groups,
             env.notice,
             self.policy.template_fault,
+            self.policy.chat_for_teachers(),
         )
         await pool.send(ENCODER.encode(ready))
         heartbeats = asyncio.create_task(self.send_heartbeats(pool))
@@ -167,12 +169,17 @@ class Worker:
     async def play_with_retries(self, order: PlayOrder, num_episodes: int) -> list[Episode]:
         """Plays episodes together. If one fails, plays all of them again with fresh state, up to
         `retries` times."""
+        used = Counter()
         for attempt in range(self.setup.retries + 1):
             if attempt:
                 await asyncio.sleep(RETRY_PAUSE_S * 2 ** (attempt - 1))
             episodes = await self.play_once(order.seeded("attempt", attempt), num_episodes)
             for rollout in chain(*episodes):
                 rollout.retries = attempt
+            for rollout in episodes[0][:1]:
+                rollout.retried = dict(used)
+            for rollout in chain(*episodes):
+                used.update(rollout.turns.usage)
             if not any(rollout.error for rollout in chain(*episodes)):
                 break
         return episodes

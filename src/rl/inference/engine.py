@@ -15,6 +15,7 @@ import numpy as np
 from vllm.inputs import tokens_input
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.outputs import SamplingMaskLists
 
 from rl.inference.draw import carry_seed, limited, max_kept
 from rl.inference.loading import LoadingEngine
@@ -84,11 +85,30 @@ class VersionedEngine(LoadingEngine):
             async def get_output_or_barrier():
                 while isinstance(outputs := await get_output(), asyncio.Future):
                     outputs.set_result(None)
+                for output in outputs.outputs:
+                    self.bound_kept(output)
                 self.on_tokens(sum(len(output.new_token_ids) for output in outputs.outputs))
                 return outputs
 
             self.engine_core.get_output_async = get_output_or_barrier
         super()._run_output_handler()
+
+    def bound_kept(self, output: Any) -> None:
+        """Leaves of the kept ids in a step's output of a request what it wants. vLLM would hold
+        them until the answer ends, and without truncation they are a vocabulary for each token."""
+        if (mask := output.new_sampling_mask) is None:
+            return
+        state = self.output_processor.request_states.get(output.request_id)
+        if not (limit := state.queue.max_kept if state else 0):
+            output.new_sampling_mask = None
+            return
+        ends = [0, len(mask.token_ids)] if mask.offsets is None else mask.offsets
+        rows = [
+            limited(mask.token_ids[start:end], limit, self.vocab_size)
+            for start, end in itertools.pairwise(ends)
+        ]
+        ends = np.cumsum([0, *map(len, rows)])
+        output.new_sampling_mask = SamplingMaskLists(np.concatenate(rows), ends)
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
@@ -122,6 +142,7 @@ class VersionedEngine(LoadingEngine):
         # This is correct for one answer only. Several answers (`n`) share a queue, and nobody reads
         # their versions.
         queue.version_starts = [(0, version)]
+        queue.max_kept = max_kept(request.sampling_params)
         add(request, prompt, parent, index, queue)
 
     def refuse_fatal(self, request: Any) -> None:
@@ -188,8 +209,9 @@ class VersionedEngine(LoadingEngine):
             packed_logprobs=pack_logprobs(logprobs),
             policy_versions=version_spans(queue.version_starts, len(logprobs)),
             finish_reason=answer.finish_reason,
+            num_cached=output.num_cached_tokens,
             routes=routes_of(answer, len(token_ids) + len(logprobs) - 1) if routes else b"",
-            kept=kept_of(answer, limit, self.vocab_size) if (limit := max_kept(params)) else None,
+            kept=kept_of(answer) if max_kept(params) else None,
             packed_prompt_logprobs=of_prompt(output.prompt_logprobs, token_ids),
         )
 
@@ -225,17 +247,16 @@ def routes_of(answer: Any, count: int) -> bytes:
     return routes.tobytes()
 
 
-def kept_of(answer: Any, limit: int, vocab_size: int) -> KeptTokens | None:
-    """Returns up to `limit` ids that truncation kept at each token of an answer. Raises ValueError
-    if vLLM does not give them."""
+def kept_of(answer: Any) -> KeptTokens | None:
+    """Returns the ids that truncation kept at each token of an answer. Raises ValueError if vLLM
+    does not give them."""
     sets = answer.sampling_mask.token_ids if answer.sampling_mask else []
     if len(sets) != len(answer.token_ids):
         raise ValueError(
-            "this server's vLLM does not tell which tokens top_p, top_k or min_p keep "
-            "(on CPUs: with speculative decoding); leave them out, or set trainer.max_kept = 0"
+            "this server's vLLM does not tell which tokens top_p, top_k or min_p keep; leave "
+            "them out, or set trainer.max_kept = 0"
         )
-    rows = [limited(np.array(ids, np.int32), limit, vocab_size) for ids in sets]
-    return pack_kept([None if TOO_MANY in row else row for row in rows])
+    return pack_kept([None if ids == [TOO_MANY] else ids for ids in sets])
 
 
 def of_prompt(entries: Any, token_ids: list[int]) -> bytes:
@@ -248,8 +269,8 @@ def of_prompt(entries: Any, token_ids: list[int]) -> bytes:
 
 
 def bound_top_k(params: SamplingParams, vocab_size: int) -> None:
-    """Gives a request the top_k that vLLM's GPU runner wants of each while it returns kept ids;
-    what is sampled stays the same."""
+    """Gives a request the top_k that vLLM's GPU runner wants of each while it returns kept ids.
+    What is sampled stays the same, but a greedy request draws among equal logits."""
     if not params.temperature:
         params.temperature, params.top_k = 1.0, 1
     elif params.top_k <= 0:

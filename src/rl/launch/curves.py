@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from rl.diagnosis.environments import played
+from rl.run_dir.cost import cost_lines
 from rl.run_dir.files import Fence, LineReader, write_file
 from rl.run_dir.lease import lease_path, newest_lease
 from rl.run_dir.metrics import environment_rewards, parse_line
@@ -201,6 +202,7 @@ def report_lines(numbers: Numbers, run_dir: RunDir) -> list[str]:
         "all of it": run_dir.root,
     }
     always = ("logs", "all of it")
+    report += cost_lines(numbers)
     return report + [
         f"{what:<9} {path}"
         for what, path in paths.items()

@@ -39,7 +39,8 @@ from rl.system.terminal import nearest
 MAY_CHANGE = [
     pattern
     for line in (
-        "name, output_dir, max_steps, wandb, tensorboard, trainer.gpus, trainer.cpus",
+        "name, output_dir, max_steps, wandb, tensorboard, prometheus, cost, trainer.gpus",
+        "trainer.cpus",
         "trainer.ranks, trainer.micro_batch_tokens, trainer.dp_replicate",
         "trainer.context_parallel, trainer.expert_parallel, trainer.activation_checkpointing",
         "trainer.attention, trainer.compile, trainer.strict_parity, trainer.checkpoint",

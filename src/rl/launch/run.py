@@ -144,6 +144,7 @@ class RunLoop:
 
     def __init__(self, config: RLConfig, prepared: Prepared, children: Children, view: bool):
         from rl.launch.console import Console
+        from rl.launch.meter import Meter
 
         self.config, self.run_dir, self.children = config, prepared.run_dir, children
         self.check_fence = partial(check_fence, self.run_dir.lock("rl"))
@@ -163,6 +164,7 @@ class RunLoop:
         self.cleaned = self.run_dir.cleaned if self.run_dir.cleaned.exists() else None
         """The previous run, until it is deleted."""
         self.trackers = Trackers(config, self.run_dir, self.say)
+        self.meter = Meter(config, self.run_dir)
         # the console has already read the newest of these itself
         while self.trackers.left and (old_lines := self.reader.new()):
             self.trackers.send(old_lines)
@@ -231,6 +233,7 @@ class RunLoop:
             threading.Thread(target=shutil.rmtree, args=(self.cleaned, True)).start()
             self.cleaned = None
         self.trackers.send(lines)
+        self.meter.note(lines)
         return lines
 
     def tell_disk(self) -> None:
@@ -259,6 +262,8 @@ class RunLoop:
         self.curves_at = math.inf
         # a disk that does not answer must not keep the report away
         with contextlib.suppress(OSError):
+            self.show()
+            self.meter.write()
             self.show()
         self.console.close()
         final_report(Numbers.read(self.run_dir.metrics), self.run_dir, self.config.name, self.say)
@@ -398,6 +403,7 @@ def check_ports(config: RLConfig) -> None:
         "inference": config.inference if config.starts_inference else None,
         "orchestrator": config.orchestrator if config.kind.has_rollouts else None,
         "serve": config.serve,
+        "prometheus": config.prometheus,
     }
     for name, section in sections.items():
         if section and config.cluster is None:

@@ -216,11 +216,15 @@ class Trackers:
     def __init__(self, config: RLConfig, run_dir: RunDir, say: Callable[[str], None]):
         """Raises RunError if a package is not installed."""
         self.say = say
-        self.left: list[WandbLog | TensorboardLog] = []
+        self.left: list[Any] = []
         if config.wandb:
             self.left.append(WandbLog(config, run_dir))
         if config.tensorboard:
             self.left.append(TensorboardLog(run_dir))
+        if config.prometheus:
+            from rl.launch.scrape import Scrape
+
+            self.left.append(Scrape(config, run_dir, say))
         self._each("start")
 
     def send(self, lines: list[Line]) -> None:

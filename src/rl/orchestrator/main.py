@@ -93,7 +93,9 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
             raise RunError("\n".join(faults))
         for teacher in dict.fromkeys(teachers.values()):
             status.enter(Phase.WAITING_FOR_TEACHER, detail=teacher.url)
-            await teacher.check(model_path, config.model.max_model_len)
+            chat = next(sizes.chat for sizes in ready.values() if sizes.chat)
+            for text in await teacher.check(config, model_path, chat):
+                status.warn(RunWarning("template", "", text))
         status.enter(Phase.WAITING_FOR_INFERENCE)
         evaluator = Evaluator(config, pool, eval_envs(config, ready), StepClock())
         policy = ServedPolicy(servers, config.run_dir, model_path, evaluator, pool.tell)

@@ -19,7 +19,7 @@ from rl.orchestrator.batches.batch_files import (
     PendingLog,
     episodes_where,
 )
-from rl.orchestrator.batches.contents import own_name
+from rl.orchestrator.batches.contents import own_name, token_metrics
 from rl.orchestrator.batches.early_stop import RewardHistory, only_failures
 from rl.orchestrator.groups.group_credit import Rules, credit_group, in_thread, is_judged
 from rl.orchestrator.progress import Progress, StepClock
@@ -221,15 +221,15 @@ class Pipeline:
         settled = [*used, *dropped]
         settled_ids = {group.group_id for group in settled}
         waiting = [group for group in self.pending.groups if group.group_id not in settled_ids]
+        tokens = token_metrics(settled, self.config.orchestrator.mask_truncated)
         counts = {
             **self.source.update_solve_rates(),
             "rollouts/missing": max(0, batch_size - num_episodes),
             "rollouts/surplus_groups": sum(group.why == "surplus" for group in dropped),
             "rollouts/cancelled_groups": num_cancelled,
             **{f"env/{env}/quarantined": 1 for env in self.lost_envs},
-            **self.clock.lap(
-                sum(rollout.num_tokens for group in settled for rollout in group.rollouts)
-            ),
+            **tokens,
+            **self.clock.lap(tokens["tokens/sampled"]),
         }
         state = OrchestratorState(
             tasks=self.source.state(play.ref for play in self.admission.in_flight.values()),

@@ -70,7 +70,7 @@ class StepClock:
             if self.num_busy == 0:
                 self.idle_since = time.monotonic()
 
-    def lap(self, num_tokens: int) -> dict[str, float]:
+    def lap(self, num_tokens: float) -> dict[str, float]:
         """Returns metrics of the time since the last lap, in which `num_tokens` tokens were
         generated, and starts the next lap."""
         now = time.monotonic()

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SOURCES = ("trainer", "orchestrator", "eval")
+SOURCES = ("trainer", "orchestrator", "eval", "rl")
 """Processes that write metrics."""
 LOG_NAME = re.compile(r"(.+)-(\d+)\.log")
 KEPT_BATCHES = 4

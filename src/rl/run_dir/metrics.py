@@ -463,6 +463,21 @@ TIME = {
     "without a GPU.",
     "perf/mfu": "Model FLOP/s utilisation, on known GPUs in bfloat16 only.",
 }
+COST = {
+    "tokens/prefilled": "Prompt tokens that inference computed for the rollouts that this batch "
+    "settles, trained or not.",
+    "tokens/cached": "Prompt tokens of these rollouts that came from the prefix cache.",
+    "tokens/sampled": "Tokens sampled for these rollouts.",
+    "tokens/dropped_<why>": "Those of them that are not trained, by the `why` of their rollout. "
+    "`retried`: of failed attempts at an episode that was played again.",
+    "tokens/eval/<env>/<kind>": "Tokens `prefilled`, `cached` and `sampled` for an evaluation.",
+    "tokens/trained": "Loss tokens of the step, each counted once in any number of epochs.",
+    "tokens/batch": "Tokens of the step's samples, prompts included.",
+    "cost/machine_s": "Seconds that the run's machines were up, so far and all together.",
+    "cost/machine_<index>_s": "Those of one machine, 0 if there is no other.",
+    "cost/gpu_s": "The same seconds, times the GPUs of each machine.",
+    "cost/total": "Price of all this so far, by the settings in `cost`.",
+}
 SECTIONS = {
     "Rewards": REWARD,
     "Rollouts, tasks and lag": ROLLOUTS,
@@ -470,6 +485,7 @@ SECTIONS = {
     "Loss and agreement": LOSS,
     "Supervised fine-tuning": SFT,
     "Seconds and throughput": TIME,
+    "What it cost": COST,
 }
 METRICS = {name: what for section in SECTIONS.values() for name, what in section.items()}
 OWN = "Other"
@@ -477,16 +493,33 @@ OWN = "Other"
 
 
 @cache
+def matching(name: str) -> tuple[str, dict[str, str]]:
+    """Returns a metric's name in METRICS, and what the words in angle brackets stand for; an empty
+    name for the user's own metrics."""
+
+    def group(word: re.Match[str]) -> str:
+        """Only an environment's own names may have slashes."""
+        return f"(?P<{word[1]}>{'.+' if word[1] in ('metric', 'agent') else '[^/]+'})"
+
+    # first those of which most is fixed
+    for known in sorted(METRICS, key=lambda known: -len(re.sub(r"<\w+>", "", known))):
+        if match := re.fullmatch(re.sub(r"<(\w+)>", group, re.escape(known)), name):
+            return known, match.groupdict()
+    return "", {}
+
+
+def series(name: str) -> tuple[str, dict[str, str]]:
+    """Returns a metric's name for Prometheus, and as its labels the words in angle brackets. The
+    user's own metrics have one name, and their own as a label."""
+    known, labels = matching(name)
+    if not known:
+        return "rl_other", {"name": name}
+    return re.sub("[^a-z0-9]+", "_", f"rl/{known}").rstrip("_"), labels
+
+
 def meaning(name: str) -> tuple[str, str]:
     """Returns (section, description) of a metric; the description of a user's own metric is
     empty."""
-    for section, metrics in SECTIONS.items():
-        if name in metrics:
-            return section, metrics[name]
-    for section, metrics in SECTIONS.items():
-        for pattern, what in metrics.items():
-            if "<" in pattern and re.fullmatch(
-                re.sub(r"<\w+>", ".+", re.sub(r"[.+*?()]", r"\\\g<0>", pattern)), name
-            ):
-                return section, what
-    return OWN, ""
+    known, _ = matching(name)
+    section = next((title for title, metrics in SECTIONS.items() if known in metrics), OWN)
+    return section, METRICS.get(known, "")

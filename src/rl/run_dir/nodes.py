@@ -20,8 +20,9 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from rl.run_dir.files import TakenError, write_file
+from rl.run_dir.lease import LEASE_S
 from rl.run_dir.paths import RunDir
-from rl.run_dir.status import read_json
+from rl.run_dir.status import Staleness, read_json
 
 START = "RL_START"
 """Environment variable that tells machines of one submission from those of another, where `rl`
@@ -153,6 +154,15 @@ class Nodes:
             indices = sorted(int(name) for name in names if name.isdigit())
         read = {index: self._read(self.status_path(index), NodeStatus) for index in indices}
         return {index: status for index, status in read.items() if status}
+
+    def gpus_up(self, signs: Staleness) -> dict[int, int]:
+        """Returns the number of GPUs of each machine that is seen to give signs of life, by index.
+        `signs`: those seen before."""
+        return {
+            index: status.gpus
+            for index, status in self.statuses().items()
+            if signs.look(str(index), status.heartbeat) < LEASE_S and signs.moved(str(index))
+        }
 
     def world(self) -> TrainerWorld | None:
         return self._read(self.world_path, TrainerWorld)

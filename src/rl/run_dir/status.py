@@ -123,8 +123,9 @@ class RunWarning(msgspec.Struct, frozen=True):
     """Of an environment: first rollouts that failed for good, first death of a worker, its loss,
     metrics whose names collide with ours. Of files: a version that differed when it was trained
     again. Of recorded rollouts: something that they
-    lack. Of the model: a chat template without a beginning or an end of answers, tensors that are
-    not used. Of a service with the Tinker API: an answer that it owes."""
+    lack. Of the model: a chat template without a beginning or an end of answers, what seems wrong
+    with a teacher, tensors that are not used. Of a service with the Tinker API: an answer that it
+    owes."""
     env: str
     """Empty for warnings about anything else."""
     text: str

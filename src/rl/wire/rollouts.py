@@ -21,7 +21,7 @@ from rl.run_dir.files import (
     encode_record,
     reading,
 )
-from rl.wire.turns import Turn, Turns
+from rl.wire.turns import Turn, Turns, Usage
 
 Split = Literal["train", "eval"]
 
@@ -87,6 +87,8 @@ class Rollout(msgspec.Struct, kw_only=True, omit_defaults=True):
     """As counted by an endpoint that returns no token ids."""
     retries: int = 0
     """Number of earlier, failed attempts at this episode."""
+    retried: Usage = {}
+    """What they used; of episodes that were played again together, the first has all of it."""
     filtered: bool = False
     """Whether orchestrator.filter dropped it."""
 
@@ -268,6 +270,13 @@ def why_left_out(rollout: Rollout, mask_truncated: bool) -> str | None:
     return "truncated" if rollout.truncated and mask_truncated else None
 
 
+def why_untrained(group: Group, rollout: Rollout, mask_truncated: bool) -> str | None:
+    """Returns the reason why a group's rollout is not trained; None if it is, or will be. A failure
+    of its own takes precedence over its group's reason, and that over any other."""
+    left_out = why_left_out(rollout, mask_truncated)
+    return left_out if rollout.error else group.why or left_out
+
+
 def rollout_lines(groups: Iterable[Group], step: int | None, mask_truncated: bool = False) -> bytes:
     """Returns the lines of rollouts/*.jsonl for all rollouts of groups settled by batch `step`;
     None: no batch has settled them."""
@@ -283,10 +292,7 @@ def rollout_line(
 ) -> dict[str, Any]:
     """Returns the line for rollout `i` of a group, see rollout_lines."""
     rollout = group.rollouts[i]
-    why = why_left_out(rollout, mask_truncated)
-    # a failure of its own takes precedence over its group's reason
-    if not rollout.error:
-        why = group.why or why or ("pending" if step is None else None)
+    why = why_untrained(group, rollout, mask_truncated) or ("pending" if step is None else None)
     return {
         "step": step,
         "env": group.env,

@@ -13,11 +13,15 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from rl.wire.messages import ITEM_BYTES, TOO_MANY, KeptTokens, VersionSpan
+
+Usage = dict[Literal["prefilled", "cached", "sampled"], Annotated[int, msgspec.Meta(ge=0)]]
+"""Numbers of tokens that inference has processed; those of prompts are prefilled unless they came
+from the prefix cache."""
 
 
 class Turn(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -138,6 +142,8 @@ class AnswerSpan(msgspec.Struct, array_like=True, gc=False):
     """Those under the teacher."""
     kept: KeptTokens | None = None
     """As in Turn."""
+    num_cached: int = 0
+    """As in Turn."""
 
     @property
     def num_tokens(self) -> int:
@@ -186,6 +192,8 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 answer.num_tokens
             ):
                 raise ValueError("an answer is outside of its chain, or has no prompt")
+            if not 0 <= answer.num_cached <= answer.start:
+                raise ValueError("more tokens of a prompt were cached than it has")
             if sum(span.num_tokens for span in answer.policy_versions) != answer.num_tokens:
                 raise ValueError("an answer's tokens and policy versions differ in number")
             if answer.teacher_logprobs is not None and len(answer.teacher_logprobs) != len(
@@ -221,9 +229,19 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
                 turn.packed_logprobs,
                 turn.policy_versions,
                 turn.finish_reason,
+                num_cached=turn.num_cached,
                 kept=turn.kept,
             )
         )
+
+    @property
+    def usage(self) -> Usage:
+        cached = sum(answer.num_cached for answer in self.answers)
+        return {
+            "prefilled": sum(answer.start for answer in self.answers) - cached,
+            "cached": cached,
+            "sampled": sum(answer.num_tokens for answer in self.answers),
+        }
 
     def _common(self, prompt: bytes) -> list[int]:
         """Returns the length of each chain's common prefix with a prompt, in tokens. Looks at
@@ -271,6 +289,7 @@ class Turns(msgspec.Struct, omit_defaults=True, gc=False):
             packed_logprobs=answer.logprobs,
             policy_versions=answer.policy_versions,
             finish_reason=answer.finish_reason,
+            num_cached=answer.num_cached,
             routes=self.routes(answer.chain, answer.end - 1),
             kept=answer.kept,
         )

@@ -177,6 +177,15 @@ TEMPLATE_REMEDY = (
 """What to do about a template_fault."""
 
 
+class RenderedChat(msgspec.Struct):
+    """A conversation and what the policy's renderer makes of it, to compare a teacher with."""
+
+    messages: list[dict[str, str]]
+    token_ids: list[int]
+    special_ids: set[int]
+    """All special tokens of the vocabulary."""
+
+
 class Ready(msgspec.Struct, tag=True):
     """The environment is loaded. Sizes are in tasks; None: endless."""
 
@@ -188,6 +197,8 @@ class Ready(msgspec.Struct, tag=True):
     """A notice to the user about how the environment is played."""
     template_fault: str = ""
     """What is wrong with the model's chat template; empty if nothing seems to be."""
+    chat: RenderedChat | None = None
+    """None if an endpoint plays."""
 
 
 class LoadFailed(msgspec.Struct, tag=True):

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from asyncio import to_thread
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -465,6 +466,13 @@ def check(world):
         # of batches of 4
         assert numbers["rollouts/missing"] == 4 - numbers["rollouts/trained"]
         world.missing += numbers["rollouts/missing"]
+        # each rollout has one token of a prompt and one of an answer
+        whys = Counter(line["why"] for line in lines_of(run_dir, step))
+        assert numbers["tokens/sampled"] == numbers["tokens/prefilled"] == whys.total()
+        assert numbers["tokens/cached"] == 0
+        assert whys.pop(None) == batch_of(run_dir, step).batch.num_loss_tokens
+        dropped = {key: n for key, n in numbers.items() if key.startswith("tokens/dropped_")}
+        assert dropped == {f"tokens/dropped_{why}": count for why, count in whys.items()}
     once, rates = RewardHistory(), dict[int, float]()
     for number in sorted(said):  # groups become durable in the order in which they were made
         group = credit_group(world.asked[number], Rules())

@@ -7,9 +7,12 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from rl.config.orchestrator import TeacherConfig
+from rl.config.run import RLConfig
+from rl.models import probes
 from rl.orchestrator.batches.contents import group_samples
-from rl.orchestrator.groups.teacher import Teacher, make_teachers
+from rl.orchestrator.groups.teacher import LEAST_GAIN, Teacher, make_teachers
 from rl.wire.rollouts import Group, Rollout
+from rl.wire.worker_messages import RenderedChat
 from tests.orchestrator.made import turn
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
 from tests.raised import run_error
@@ -112,19 +115,36 @@ def test_a_teacher_that_is_down_fails_at_its_deadline(answer):
     against(StubTeacher(), act, timeout_s=1.0)
 
 
-def test_the_check_at_the_start(model, monkeypatch):
-    ours = Tokenizer.from_file(str(model / "tokenizer.json"))
+OURS = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
 
-    def check(stub, answers=(), **options):
+
+@pytest.fixture
+def ours(model):
+    return Tokenizer.from_file(str(model / "tokenizer.json"))
+
+
+@pytest.fixture
+def check(model, ours):
+    """Checks the teacher behind a stub. Returns (its model, warnings)."""
+    chat = RenderedChat(probes.CHAT, ours.encode(OURS.format(probes.TEXT)).ids, {0, 1, 2})
+
+    def check(stub, answers=(), renderer=None, **options):
+        config = RLConfig(model={"max_model_len": 256}, renderer=renderer or {})
+
         async def act(teacher, stub):
             stub.answers = list(answers)
-            await teacher.check(str(model), 256)
-            return teacher.model
+            warnings = await teacher.check(config, str(model), chat)
+            return teacher.model, warnings
 
         return against(stub, act, **options)
 
-    assert check(StubTeacher(tokenizer=ours)) == "big"
-    assert check(StubTeacher()) == "big"  # no /detokenize: trusted
+    return check
+
+
+def test_the_check_at_the_start(check, ours, monkeypatch):
+
+    assert check(StubTeacher(tokenizer=ours)) == ("big", [])
+    assert check(StubTeacher()) == ("big", [])  # no /detokenize: trusted
     with run_error("serves big, not small"):
         check(StubTeacher(), model="small")
     with run_error(r"sequences of 256 tokens.*max_model_len = 256 needs 257"):
@@ -145,7 +165,38 @@ def test_the_check_at_the_start(model, monkeypatch):
     with run_error(r"wrong key.*environment variable SOME_KEY"):
         check(StubTeacher(key="secret"), api_key_var="SOME_KEY")
     monkeypatch.setenv("SOME_KEY", "secret")
-    assert check(StubTeacher(key="secret"), api_key_var="SOME_KEY") == "big"
+    assert check(StubTeacher(key="secret"), api_key_var="SOME_KEY") == ("big", [])
+
+
+def test_a_teacher_whose_log_probabilities_mean_nothing_is_refused(check):
+    """Random weights find text as likely as its tokens in disorder. vLLM 0.32 has modes in which
+    it gives logits."""
+    too_little = LEAST_GAIN - 0.01
+    with run_error(rf"-2.0 nats on average, {too_little:.2f} more than in disorder.*weights"):
+        check(StubTeacher(sense=too_little))
+    assert check(StubTeacher(sense=LEAST_GAIN + 0.01)) == ("big", [])
+    assert "plain text -5.0 nats on average" in check(StubTeacher(shift=-3.0))[1][0]
+    with run_error("which is no log-probability.*--logprobs-mode"):
+        check(StubTeacher(shift=8.0))
+
+
+def test_the_teachers_chat_template_is_compared_with_the_runs(check, ours):
+    def against_template(text, **options):
+        rendered = ours.encode(text.format(probes.TEXT)).ids
+        stub = StubTeacher(tokenizer=ours, rendered=rendered)
+        return check(stub, **options)[1], stub.tokenized[0]
+
+    body = {"model": "big", "messages": probes.CHAT, "chat_template_kwargs": {}}
+    assert against_template(OURS) == ([], body)
+    switch = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert against_template(OURS, renderer={"enable_thinking": False}) == ([], body | switch)
+    dated = OURS.replace("Be brief", "Today is 1 May. Be brief")
+    [warning], _ = against_template(dated)
+    assert repr(dated.format("...")) in warning and repr(OURS.format("...")) in warning
+    with run_error(r"another chat template: it writes .*<\|endoftext\|>user.*--chat-template"):
+        against_template(OURS.replace("<|im_start|>", "<|endoftext|>"))
+    fault = web.json_response({"error": {"message": "no default chat template"}}, status=400)
+    assert "not known: teacher" in check(StubTeacher(rendered=fault))[1][0]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from rl.orchestrator.recorded.lines import Converter, RecordedTurn
 from rl.orchestrator.recorded.run import read
 from rl.system.errors import RunError
 from rl.wire.rollouts import Group, Rollout, rollout_lines
+from rl.wire.turns import unpack_kept
 from tests.models.conversations import assistant, user
 from tests.orchestrator.recorded.lines import config, line, turn, write
 from tests.raised import run_error
@@ -68,6 +69,7 @@ def groups(tmp_path, model, *lines, **settings):
         ),
         (of(kept=[[7], [9]]), "turns[0].kept[1]: lacks the token 8 itself, or has ids of another"),
         (of(kept=[[7, VOCABULARY], []]), "turns[0].kept[0]: lacks the token 7 itself, or has ids"),
+        (of(kept=[[7], [8, 9, 9]]), "turns[0].kept[1]: has an id twice"),
         (of(kept=[[7]]), "policy versions and kept tokens differ in number: [1, 2]"),
         (of(prompt=()), "turns[0]: an answer to an empty prompt cannot be trained"),
         (
@@ -168,6 +170,16 @@ def test_ids_fit_also_a_model_that_does_not_tell_its_vocabulary(tmp_path, model)
         "completion_ids[1]: 2147483648",
         "completion_ids[1]: -1",
     ]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(2, [[], None]), (3, [[], [8, 9, 3]]), (0, None)])
+def test_kept_ids_are_read_up_to_the_limit_of_the_run(tmp_path, model, limit, expected):
+    """With trainer.max_kept = 0 all ids count, whatever was recorded."""
+    recorded = line(turns=[turn(kept=[[], [8, 9, 3]])])
+    recording = groups(tmp_path, model, recorded, line(), **{"trainer.max_kept": limit})
+    (first, _) = recording.groups[0].rollouts
+    kept = first.turns.answers[0].kept
+    assert (kept and unpack_kept(kept)) == expected
 
 
 def test_versions_are_needed_only_on_policy(tmp_path, model):

@@ -28,6 +28,7 @@ from rl.trainer.measure.performance import (
     work_of,
 )
 from rl.trainer.model.head import score
+from rl.wire.messages import TrainBatch
 from tests.trainer.policies import learner
 from tests.trainer.samples import make_sample, pack_alone, sample_weights
 
@@ -60,7 +61,7 @@ def model_of(config):
 def chain(tokens):
     """One sequence of `tokens` inputs, each with a loss."""
     sample = make_sample([5], [6] * tokens)
-    batch = SimpleNamespace(samples=[sample], step=1, envs=["test"])
+    batch = TrainBatch(step=1, samples=[sample])
     return batch, pack_alone(
         batch, sample_weights([sample], PolicyGradientConfig(), 1)
     ).micro_batches[0]
@@ -113,6 +114,7 @@ def test_utilisation_is_of_the_whole_step_and_of_known_devices(world, monkeypatc
     )
     work = work_of(model_of(LlamaConfig(**LLAMA)))
     metrics = performance(packed, SimpleNamespace(step_s=2.0), work, "bfloat16", world)
+    assert (metrics["tokens/trained"], metrics["tokens/batch"]) == (24, 25)
     assert metrics["perf/tokens_per_s"] == 25 / 2 and metrics["perf/shared_token_fraction"] == 0.25
     assert 0.1 < metrics["perf/peak_memory_gib"] < 50 and "perf/mfu" not in metrics
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H100 80GB HBM3")

@@ -469,7 +469,7 @@ class V1Environment:
         they are OVERRIDABLE."""
         if self.policy.endpoint is not None:
             return ActiveTrace(trace, None)
-        pinned = own_sampling(trace.agent.config.sampling)
+        pinned = own_sampling(trace.agent.config.sampling) | {"max_kept": None}
         if trace.agent.trainable:
             pinned = {key: value for key, value in pinned.items() if key in OVERRIDABLE}
         return ActiveTrace(

@@ -12,7 +12,7 @@ from operator import sub
 
 from rl.orchestrator.groups.credit import mean
 from rl.wire.messages import KeptTokens, TrainedSpan, TrainingSample, VersionSpan
-from rl.wire.rollouts import Group, Rollout, why_left_out
+from rl.wire.rollouts import Group, Rollout, why_left_out, why_untrained
 from rl.wire.turns import AnswerSpan, unpack_logprobs
 
 
@@ -146,6 +146,28 @@ def batch_metrics(
         **route_metrics([rollout for _, rollout in trained]),
         **kept_metrics(group for group in groups if group.why in (None, "kept_overflow")),
     }
+
+
+def token_metrics(groups: list[Group], mask_truncated: bool) -> dict[str, float]:
+    """Returns the tokens of groups that are settled, and those of them that were sampled in vain,
+    by the reason."""
+    pairs = [(group, rollout) for group in groups for rollout in group.rollouts]
+    dropped = Counter[str]()
+    for group, rollout in pairs:
+        why = why_untrained(group, rollout, mask_truncated)
+        dropped[why or "kept_overflow"] += rollout.num_sampled if why else rollout.num_untrained
+        dropped["retried"] += rollout.retried.get("sampled", 0)
+    whys = {f"tokens/dropped_{why}": count for why, count in sorted(dropped.items()) if count}
+    return usage_metrics("tokens", (rollout for _, rollout in pairs)) | whys
+
+
+def usage_metrics(folder: str, rollouts: Iterable[Rollout]) -> dict[str, float]:
+    """Returns what inference did for rollouts, failed attempts included."""
+    used = Counter[str](prefilled=0, cached=0, sampled=0)
+    for rollout in rollouts:
+        used.update(rollout.turns.usage)
+        used.update(rollout.retried)
+    return {f"{folder}/{name}": count for name, count in used.items()}
 
 
 def route_metrics(rollouts: list[Rollout]) -> dict[str, float]:

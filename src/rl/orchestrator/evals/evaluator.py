@@ -11,6 +11,7 @@ from functools import partial
 
 from rl.config.orchestrator import EvalConfig
 from rl.config.run import RLConfig
+from rl.orchestrator.batches.contents import usage_metrics
 from rl.orchestrator.evals.eval_metrics import Results, eval_metrics, write_eval
 from rl.orchestrator.progress import StepClock
 from rl.orchestrator.workers.pool import EnvLostError, PlayJob, WorkerPool, play_all
@@ -135,7 +136,9 @@ class Evaluator:
         """Writes a finished evaluation and returns its mean reward. Runs in a thread: many
         rollouts take a second."""
         metrics = eval_metrics(label, results)
-        self.metrics.write(version, metrics | {"time/eval": time.monotonic() - began})
+        rollouts = (rollout for _, played in results for rollout in played)
+        used = usage_metrics(f"tokens/eval/{label}", rollouts)
+        self.metrics.write(version, metrics | used | {"time/eval": time.monotonic() - began})
         write_eval(path := self.run_dir.eval(version, label), version, label, results)
         self.written.add(path)
         self._update_best(label, version, metrics)

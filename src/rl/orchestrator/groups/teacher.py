@@ -3,21 +3,26 @@ OpenAI-compatible vLLM server.
 
 Token ids are sent as `prompt` of /completions, and `prompt_logprobs` come back, each given the
 preceding tokens. vLLM computes them at temperature 1 and without top_p and the like, whatever the
-request and the server's --logprobs-mode say, so distilled rollouts have to be sampled at
-temperature 1 (`rl.config.check.check` ensures this).
+request says, so distilled rollouts have to be sampled at temperature 1 (`rl.config.check.check`
+ensures this). With a --logprobs-mode of logits vLLM 0.32 gives logits here as well, most of them
+positive: such a server is refused.
 """
 
 import asyncio
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, TypeVar
 
 import msgspec
 from tokenizers import Tokenizer
 
 from rl.config.orchestrator import TeacherConfig
+from rl.config.run import RLConfig
+from rl.models import probes
 from rl.orchestrator.batches.contents import is_trained
 from rl.run_dir.access_token import hides_keys
 from rl.run_dir.files import UNREADABLE
@@ -26,6 +31,7 @@ from rl.system.errors import RunError
 from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, describe_refusal
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs, unpack_ids
+from rl.wire.worker_messages import RenderedChat
 
 TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
@@ -33,6 +39,13 @@ NO_SUCH_ROUTE = (404, 405, 501)
 PROBE = (
     "The teacher and the model must share their tokens: 1 + 2 = 3, naïve café, def f(x): return x"
 )
+ROUNDING = 1e-3
+"""A log-probability, nats, may be above 0 by so much."""
+LEAST_PLAIN, LEAST_GAIN = -3.0, 0.3
+"""The mean log-probability of the tokens of probes.CHAT, and what disorder takes from it, nats.
+Measured: SmolLM2-135M-Instruct -1.2 and 3.7, with a random layer 15 of 30 -4.6 and 2.9, with a
+random first layer -10.1 and -0.5; a byte model that knows only one form of sums -7.4 and 0.4;
+random weights, of that size or bytes, at most 0.07 (eight models)."""
 
 T = TypeVar("T")
 
@@ -74,6 +87,12 @@ class ServedModels(msgspec.Struct):
     data: list[ServedModel]
 
 
+class Tokenized(msgspec.Struct):
+    """The answer to vLLM's /tokenize."""
+
+    tokens: list[int]
+
+
 class Detokenized(msgspec.Struct):
     """The answer to vLLM's /detokenize."""
 
@@ -94,12 +113,13 @@ class Teacher:
         """Whether there is a key that is not sent because it could be read in transit."""
         self.headers = {"Authorization": f"Bearer {key}"} if key and not self.withheld else {}
 
-    async def check(self, model_path: str, max_model_len: int) -> None:
+    async def check(self, config: RLConfig, model_path: str, chat: RenderedChat) -> list[str]:
         """Waits until the server is up, then checks its model, its sequence length, its tokenizer,
-        and that it gives prompt_logprobs.
+        its chat template and its log-probabilities. Returns warnings.
 
         Raises RunError with the remedy.
         """
+        max_model_len = config.model.max_model_len
         served = await self._ask(
             "GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels).data
         )
@@ -118,14 +138,15 @@ class Teacher:
                 f"{max_model_len} needs {max_model_len + 1}: start it with a higher "
                 "--max-model-len, or lower model.max_model_len"
             )
-        probe = [0, 1]
         if (path := Path(model_path) / "tokenizer.json").exists():
             tokenizer = Tokenizer.from_file(str(path))
             probe = tokenizer.encode(PROBE, add_special_tokens=False).ids
             for ids in (probe, [tokenizer.get_vocab_size(with_added_tokens=True) - 1]):
                 await self._check_tokens(ids, tokenizer.decode(ids, skip_special_tokens=False))
-        await self.score(probe)
+        warnings = await self._check_scores(chat, max_model_len)
+        warnings += await self._check_template(chat, config.renderer.enable_thinking)
         self.checked = True
+        return warnings
 
     async def _check_tokens(self, ids: list[int], expected: str) -> None:
         """Checks that the teacher decodes the policy's ids to the same text. Servers without
@@ -134,12 +155,8 @@ class Teacher:
         Scoring ids that the teacher may lack is not an alternative: an id just past its vocabulary
         crashes the engine of vLLM 0.29.
         """
-        url = f"{self.url.removesuffix('/v1')}/detokenize"
-        body = {"model": self.model, "tokens": ids}
         try:
-            text = await self._ask(
-                "POST", url, body, lambda content: decode(content, Detokenized).prompt
-            )
+            text = await self._text(ids)
         except RefusedError as error:
             if error.status in NO_SUCH_ROUTE:
                 return
@@ -150,6 +167,54 @@ class Teacher:
                 f"to the model and {text!r} to it. "
                 "A teacher must have the tokenizer of the trained model: use one of the same family"
             )
+
+    async def _text(self, ids: list[int]) -> str:
+        return (await self._post("detokenize", Detokenized, tokens=ids)).prompt
+
+    async def _check_template(self, chat: RenderedChat, thinking: bool | None) -> list[str]:
+        """Compares the teacher's rendering with the run's: other special tokens are an error, other
+        text a warning, which is returned. Servers without /tokenize are trusted."""
+        switches = {} if thinking is None else {"enable_thinking": thinking}
+        try:
+            answer = await self._post(
+                "tokenize", Tokenized, messages=chat.messages, chat_template_kwargs=switches
+            )
+        except RefusedError as error:
+            if error.status in NO_SUCH_ROUTE:
+                return []
+            return [f"whether the teacher has the run's chat template is not known: {error}"]
+        sides = chat.token_ids, answer.tokens
+        if sides[0] == sides[1]:
+            return []
+        ours, theirs = [(await self._text(side)).replace(probes.TEXT, "...") for side in sides]
+        fault = (
+            f"teacher {self.url} has another chat template: it writes {theirs!r}, the run {ours!r}"
+        )
+        special, others = ([id for id in side if id in chat.special_ids] for side in sides)
+        if special == others:
+            return [f"{fault}. If it was not trained on the latter, it misjudges answers"]
+        raise RunError(
+            f"{fault}. Use a teacher of the same family, or set model.chat_template to the "
+            "teacher's; if it knows the run's template as well, start it with --chat-template"
+        )
+
+    async def _check_scores(self, chat: RenderedChat, max_model_len: int) -> list[str]:
+        """Checks that the teacher predicts text better than the same tokens in disorder. Returns
+        warnings."""
+        ids = chat.token_ids[:max_model_len]
+        plain = [id for id in ids if id not in chat.special_ids]
+        words = iter(plain[::3] + plain[1::3] + plain[2::3])
+        mixed = [id if id in chat.special_ids else next(words) for id in ids]
+        logprob = mean(await self.score(ids))
+        gain = logprob - mean(await self.score(mixed))
+        text = (
+            f"teacher {self.url} gives a token of plain text {logprob:.1f} nats on average, "
+            f"{gain:.2f} more than in disorder (good models more than {LEAST_PLAIN:g} and 2): look "
+            "at its answers, its weights and its quantization"
+        )
+        if gain < LEAST_GAIN:
+            raise RunError(f"{text}; to score by it would be to learn nonsense")
+        return [text] if logprob < LEAST_PLAIN else []
 
     async def score_group(self, group: Group, mask_truncated: bool) -> None:
         """Scores every rollout that will be trained. A rollout that cannot be scored fails with
@@ -190,6 +255,13 @@ class Teacher:
             f"{self.url}/completions",
             body,
             lambda content: read_logprobs(content, token_ids),
+        )
+
+    async def _post(self, route: str, kind: type[T], **body: Any) -> T:
+        """Asks one of vLLM's routes beside /v1."""
+        url = f"{self.url.removesuffix('/v1')}/{route}"
+        return await self._ask(
+            "POST", url, {"model": self.model} | body, partial(decode, kind=kind)
         )
 
     async def _ask(
@@ -271,9 +343,10 @@ def read_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
     logprobs = [0.0]
     for token, entry in zip(token_ids[1:], entries[1:], strict=True):
         value = entry[token].logprob if entry and token in entry else math.nan
-        if not math.isfinite(value):
+        if not -math.inf < value < ROUNDING:
             raise UnreadableError(
-                f"the teacher's answer has no finite log-probability for token {token}"
+                f"the teacher's answer has {value} for token {token}, which is no log-probability: "
+                "start vLLM without --logprobs-mode"
             )
         logprobs.append(value)
     return logprobs

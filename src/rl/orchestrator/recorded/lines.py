@@ -195,10 +195,16 @@ class Converter:
                 else turn.policy_versions,
                 turn.finish_reason,
                 routes=turn.routes,
-                kept=pack_kept(turn.kept) if turn.kept else None,
+                kept=pack_kept(self.limited(turn.kept)) if turn.kept else None,
             )
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
+
+    def limited(self, sets: list[list[int] | None]) -> list[list[int] | None]:
+        """Returns kept ids within trainer.max_kept."""
+        if not (limit := self.config.trainer.max_kept):
+            return [[]] * len(sets)
+        return [None if ids and len(ids) > limit else ids for ids in sets]
 
     def fault(self, turn: RecordedTurn) -> str:
         """Names the first field of a turn that cannot be trained, and the remedy; empty if there
@@ -214,6 +220,8 @@ class Converter:
         for i, (id, ids) in enumerate(zip(turn.completion_ids, turn.kept or (), strict=False)):
             if ids and (id not in ids or not 0 <= min(ids) <= max(ids) < limit):
                 return f"kept[{i}]: lacks the token {id} itself, or has ids of another vocabulary"
+            if ids and len({*ids}) < len(ids):
+                return f"kept[{i}]: has an id twice"
         num_tokens = len(turn.prompt_ids) + len(turn.completion_ids)
         if num_tokens > self.config.model.max_model_len:
             return (

@@ -117,6 +117,7 @@ class RemoteTrainer:
             metrics |= self.publish() | self.save_if_due()
             took = metrics["time/step"] = time.monotonic() - began
             if tokens:
+                metrics["tokens/batch"] = tokens
                 metrics["perf/tokens_per_s"] = tokens / took
             self.metrics.write(step, metrics)
         if self.step > self.saved:
@@ -160,6 +161,7 @@ class RemoteTrainer:
         metrics = metrics_of(batch, output) | {
             "time/forward_backward": halfway - since,
             "time/optimizer": time.monotonic() - halfway,
+            "tokens/trained": len(batch.logprobs),
             "optim/lr": lr,
             "optim/steps": 1.0,
         }

@@ -159,6 +159,8 @@ def performance(
     memory = world.reduce(torch.tensor(peak_memory_gib(world.device)), dist.ReduceOp.MAX)
     tokens = sum(sample.num_tokens for sample in packed.batch.samples)
     metrics = {
+        "tokens/trained": packed.batch.num_loss_tokens,
+        "tokens/batch": tokens,
         "perf/tokens_per_s": tokens / timer.step_s,
         "perf/shared_token_fraction": packed.shared_token_fraction,
         "perf/peak_memory_gib": float(memory),
