@@ -8,7 +8,6 @@ nothing was made yet is reused.
 import contextlib
 import fnmatch
 import json
-import math
 import os
 import re
 import shutil
@@ -125,6 +124,8 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
                 )
         write_config(run_dir.config, config)
         write_file(run_dir.named_files, json.dumps(contents(config)).encode())
+        if not over:  # a start that fails must not leave the end of an earlier one
+            run_dir.run_end.unlink(missing_ok=True)
         run_dir.stop_request.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)
         kept = {*server_files(run_dir.status_dir)} - {run_dir.status("inference")}
@@ -169,11 +170,11 @@ def why_over(config: RLConfig, run_dir: RunDir) -> str:
         and last in numbers(run_dir.checkpoints)
         and last in numbered(run_dir.weights_dir)
         and (not config.orchestrator.eval or last in numbered(run_dir.evals))
+        and not edits(run_dir, config)
     ):
         return ""
     if end.kind == "early" and config.plays:  # a recording may have grown
-        has_target = any(math.isfinite(entry.target) for entry in config.orchestrator.eval)
-        remedy = "; raise orchestrator.eval.target to continue" if has_target else ""
+        remedy = "; raise orchestrator.eval.target to continue" if "target" in end.reason else ""
         return f"{early_end(end, last, config.max_steps)}{remedy}"
     is_last = end.kind == "done" and last == config.max_steps
     return f"all {last} steps are done; raise --max_steps to continue" if is_last else ""
