@@ -5,6 +5,7 @@ A fault that begins at some depth hardly shows in the mean over all tokens, beca
 are shallow.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -27,6 +28,8 @@ always one."""
 BINS, DEPTH = 32, 128
 """Bins of each kind of place, and the tokens of the first bin of depths; each further bin ends at
 twice the number."""
+GAP = 2
+"""Tokens; templates write more between two turns."""
 UNKNOWN = 1 << 40
 """In place of the chunks' size, if no server has reported it."""
 KINDS = {
@@ -115,15 +118,16 @@ def stretches(samples: list[TrainingSample], chunk: int) -> Iterator[tuple[int, 
     """Yields (index of the sample, version, number of tokens, bin of each of KINDS) of trained
     tokens that follow each other, in order.
 
-    Spans that touch are one turn. Where the version changes within it, the server has dropped its
-    cache, and computes all tokens before as a prompt again.
+    Spans that touch are one turn; of a sample with kept ids also those that are GAP apart, by
+    tokens of which too many were kept. Where the version changes within it, the server has dropped
+    its cache, and computes all tokens before as a prompt again.
     """
     for index, sample in enumerate(samples):
-        turn, chunks, end, version = -1, 0, -1, -1
+        turn, chunks, end, version, gap = -1, 0, -math.inf, -1, GAP if sample.kept else 0
         for span in sample.spans:
             start = span.start
-            turn += start != end
-            if (end, version) != (start, span.policy_version):
+            turn += (is_new := start > end + gap)
+            if is_new or version != span.policy_version:
                 chunks = (start - 1) // chunk
             end, version = span.end, span.policy_version
             while start < end:
