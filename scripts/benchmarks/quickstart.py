@@ -3,7 +3,7 @@
 `uv run scripts/bench.py quickstart --seeds 1 2 3 4 5` prints JSON. `--checkout PATH` runs another
 commit in a worktree with its own `.venv`; flags behind it are those of `rl`. Commits whose
 quickstart has no target evaluate as often with `--orchestrator.eval.interval 2
---orchestrator.eval.samples 4`. The evaluation's line in metrics.jsonl tells when it was there;
+--orchestrator.eval.samples 8`. The evaluation's line in metrics.jsonl tells when it was there;
 `cpu_s` are the user and system seconds by then of `rl` and all its processes, by /proc.
 """
 
