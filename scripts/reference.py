@@ -89,7 +89,8 @@ NeMo Gym and the service of `trainer.backend = "tinker"` do not tell what was ca
 
 `cost/...` are totals so far. `rl` writes them after each step and at its end. A machine counts while `rl` has the run, in all of its
 starts, with all of its GPUs; one of a cluster while it gives signs of life to the leader. A kill of `rl` loses what passed since the last
-step, `--resume STEP` what passed after that one. Servers that were started by hand do not count, nor do runs without `rl`.
+step, `--resume STEP` what passed after that one. Servers that were started by hand do not count, nor do runs
+without `rl`, nor `rl serve`. A branch begins at 0.
 `cost.per_hour` and the prices of tokens ([settings](settings.md#cost)) make money of them, at the prices of the newest start.
 """
 

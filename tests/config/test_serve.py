@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl.config.check import check
+from rl.config.check import check, warnings_of
 from rl.config.run import RLConfig
 from tests.flags import faults
 
@@ -29,3 +29,13 @@ def test_a_server_has_adapters_of_rank_32_and_needs_no_environment():
 )
 def test_what_a_server_cannot_do(settings, key):
     assert f"\n  {key} = " in faults("--serve --model.name a/b", settings)
+
+
+def test_a_page_of_numbers_that_a_server_does_not_have_is_warned_of():
+    config = RLConfig.model_validate(
+        {"serve": True, "model": {"name": "a/b"}, "prometheus": True, "cost": {"per_hour": 2}}
+    )
+    assert [key for key, text in warnings_of(config) if "rl serve" in text] == [
+        "prometheus",
+        "cost",
+    ]

@@ -7,11 +7,11 @@ import pytest
 
 from rl.commands.doctor.main import diagnosis as doctor
 from rl.config.stored import stored_config
-from rl.diagnosis.mismatch import BINS, MAX_STEPS
+from rl.diagnosis.mismatch import BINS, MAX_STEPS, stretches
 from rl.diagnosis.waits import diagnose
 from rl.records.run import Run
 from rl.run_dir.numbers import write_token_log
-from rl.wire.messages import TrainedSpan, TrainingSample
+from rl.wire.messages import KeptTokens, TrainedSpan, TrainingSample
 from rl.wire.parity import clear_rises
 from tests.records.made import make_run, note, write_noisy, write_samples
 
@@ -102,6 +102,26 @@ def test_each_token_counts_in_its_bins(run_dir):
     # the second answer's last tokens come after 302 tokens computed anew, in two chunks
     assert [(row.first, row.last, row.tokens) for row in chunks] == [(1, 1, 20), (2, 2, 4)]
     assert not hints(run_dir)
+
+
+def test_tokens_that_are_not_trained_begin_no_turn():
+    """Regression: each token of which truncation had kept too many ids was the end of a turn."""
+
+    def of(kept):
+        spans = [(300, 302), (303, 305), (307, 308), (311, 312)]
+        sample = TrainingSample(
+            packed_ids=bytes(4 * 312),
+            spans=[TrainedSpan(*span, 4, 1.0) for span in spans],
+            packed_logprobs=bytes(4 * 6),
+            kept=KeptTokens(bytes(4 * 6), b"") if kept else None,
+            env="sums",
+            group_id=0,
+            rollout_id=0,
+        )
+        return [place[-2:] for place in stretches([sample], 302)]
+
+    assert of(kept=True) == [(0, 0), (0, 0), (0, 0), (1, 1)]
+    assert of(kept=False) == [(0, 0), (1, 1), (2, 1), (2, 1)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0])

@@ -617,6 +617,12 @@ def test_whoever_looks_again_need_not_wait_for_another_clock(run, monkeypatch):
     assert diagnose(run.dir, run.config, Staleness()).state == "died"
 
 
+def test_a_run_that_did_not_start_says_so_although_rl_has_counted_its_seconds(run, gone):
+    run.rl(gone)
+    run.metrics([0], "rl", **{"cost/machine_s": 3.0})
+    assert run.bottleneck().startswith("the run did not start; `rl @ ")
+
+
 def counts(env, finished, trained, **failed):
     more = {f"rollouts/{env}/failed_{cause}": count for cause, count in failed.items()}
     return {f"rollouts/{env}/finished": finished, f"rollouts/{env}/trained": trained, **more}

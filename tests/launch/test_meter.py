@@ -1,5 +1,7 @@
 """Seconds of machines, over several starts of `rl`; the clock is simulated."""
 
+import errno
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -78,6 +80,24 @@ def test_lines_go_on_after_a_repair_has_replaced_the_file(tmp_path, clock):
     meter.note(trained(2))
     seconds = {step: values["cost/machine_s"] for step, values in spent(config).items()}
     assert seconds == {1: 10.0, 3: 40.0}
+
+
+def test_a_disk_that_fails_costs_neither_seconds_nor_lines_of_others(tmp_path, clock, monkeypatch):
+    """Regression: prices are of numbers that are read, and what `rl` had read before was lost."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    config = config_of(tmp_path, "--cost.per_hour 3600")
+    meter, descriptors = Meter(config, config.run_dir), len(os.listdir("/proc/self/fd"))
+    clock.now += 10
+    for owner, method in ((meter.numbers, "refresh"), (MetricsLog, "write")):
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, method, fail)
+            meter.note(trained(1))
+        assert not spent(config) and len(os.listdir("/proc/self/fd")) == descriptors
+    meter.write()
+    assert spent(config)[1]["cost/total"] == spent(config)[1]["cost/machine_s"] == 10
 
 
 def test_each_machine_counts_as_long_as_it_gives_signs_of_life(tmp_path, clock):

@@ -531,12 +531,30 @@ def test_a_run_that_reached_its_target_is_over_until_the_target_is_another(place
     place.run_dir.run_end.write_bytes(msgspec.json.encode(end))
     assert not place(target, resume=-1).why_over, "version 3 is not evaluated"
     place.run_dir.eval(3, "e").parent.mkdir(parents=True)
+    place.run_dir.run_end.write_bytes(msgspec.json.encode(end))
     assert place(target, resume=-1).why_over == (
         f"the run ended at step 3 of 100: {end.reason}; raise orchestrator.eval.target to continue"
     )
-    assert not place("--orchestrator.eval.target 0.99", resume=-1).why_over
+    for _ in range(2):  # the first start was killed before its orchestrator began
+        assert not place("--orchestrator.eval.target 0.99", resume=-1).why_over
     place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("nothing", 1.0, "doubtful")))
     assert not place("--orchestrator.eval.target 0.99", resume=-1).why_over
+
+
+def test_a_solved_run_is_over_until_its_reward_is_edited(place):
+    reward, rows = place.tmp / "r.py", place.tmp / "rows.jsonl"
+    rows.write_text("{}")
+    reward.write_text("def f(): return 1")
+    name = "--name r --orchestrator.environment.name e --orchestrator.eval.target 0.95 "
+    place.base = f"{name}--output_dir TMP/outputs --orchestrator.environment.dataset {rows}"
+    flags = f"--orchestrator.environment.reward {reward}:f"
+    place(flags)
+    place.fill(3, (3,))
+    place.run_dir.eval(3, "e").parent.mkdir(parents=True)
+    place.run_dir.run_end.write_bytes(msgspec.json.encode(RunEnd("solved", 1.0, "early")))
+    assert place(flags, resume=-1).why_over == "the run ended at step 3 of 100: solved"
+    reward.write_text("def f(): return 2")
+    assert not place(flags, resume=-1).why_over
 
 
 def test_workers_and_evals_may_change_in_their_lists_and_nan_is_the_same_setting_as_nan(place):

@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 from types import SimpleNamespace
 
 import httpx
@@ -11,6 +12,7 @@ from rl.config.run import PrometheusConfig
 from rl.launch.scrape import Scrape
 from rl.run_dir.metrics import METRICS, matching, series
 from rl.run_dir.paths import RunDir
+from rl.system.linux import bind
 from tests.raised import run_error
 
 TOKEN = "t" * 16
@@ -90,6 +92,27 @@ def test_the_page_wants_the_token_and_is_on_loopback_by_default(tmp_path, monkey
     assert health.status_code == 404, "which needs no token"
     with run_error("prometheus.port = .*: Address already in use; choose another"):
         scrape_of(tmp_path, port=int(url.split(":")[2].split("/")[0])).start()
+
+
+def test_two_runs_that_start_together_do_not_share_a_port(tmp_path, monkeypatch):
+    """Regression: both bound it before either listened, and the page of one was missing."""
+    monkeypatch.setenv("RL_TOKEN", TOKEN)
+    said, slow = [""], []
+    monkeypatch.setattr("uvicorn.Server.run", lambda _, sockets: slow.append(sockets))
+    scrape_of(tmp_path, said).start()
+    port = int(re.search(r":(\d+)/", said[-1])[1])
+    with run_error("Address already in use"):
+        bind("127.0.0.1", port, "prometheus.port", wait_s=0.0)
+
+
+def test_the_address_of_a_page_on_ipv6_has_brackets(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL_TOKEN", TOKEN)
+    monkeypatch.setattr("rl.launch.scrape.bind", lambda *_: socket.create_server(("127.0.0.1", 0)))
+    said = [""]
+    scrape = scrape_of(tmp_path, said)
+    scrape.settings.host = "::1"
+    scrape.start()
+    assert said[-1].startswith("metrics   http://[::1]:")
 
 
 def test_a_metric_is_described_by_the_name_that_fits_best():

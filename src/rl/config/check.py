@@ -474,6 +474,9 @@ def unused(config: RLConfig) -> Iterator[Problem]:
     for key in ("optim", "loss", "minibatches", "epochs") if config.kind == "serve" else ():
         if getattr(trainer, key) != type(trainer).model_fields[key].default:
             yield f"trainer.{key}", "has no effect: rl serve takes it from each call of its clients"
+    for key in ("wandb", "tensorboard", "prometheus", "cost") if config.kind == "serve" else ():
+        if getattr(config, key) != type(config).model_fields[key].default:
+            yield key, "has no effect: the numbers of rl serve are those of its clients' models"
     if config.kind == "recorded" and settings.eval:
         yield (
             "orchestrator.eval",

@@ -217,6 +217,9 @@ class TeacherConfig(Settings):
     timeout_s: float = Field(600.0, gt=0)
     """Seconds for which an unanswered request is retried; after that its rollout fails
     (`teacher`), and with it the group."""
+    least_gain: float = 0.3
+    """How much likelier a token of a fixed English text with numbers and code must be to it than
+    in disorder, nats. Lower it only for a teacher that has learned none of these."""
 
 
 class DifficultyConfig(Settings):

@@ -27,6 +27,8 @@ always one."""
 BINS, DEPTH = 32, 128
 """Bins of each kind of place, and the tokens of the first bin of depths; each further bin ends at
 twice the number."""
+GAP = 2
+"""Tokens; templates write more between two turns."""
 UNKNOWN = 1 << 40
 """In place of the chunks' size, if no server has reported it."""
 KINDS = {
@@ -64,8 +66,9 @@ def mismatch_by_place(state: RunState) -> tuple[list[MismatchRow], list[Problem]
     log has most of their tokens after an optimizer step, which is no mismatch.
     """
     run_dir, config, left = state.run_dir, state.config, MAX_BYTES
-    chunks = [event.prefill_tokens for event in state.events if event.prefill_tokens]
-    chunk, sums = [UNKNOWN, *chunks][-1], [np.zeros((3, 0, BINS, 3))]
+    chunk, sums = UNKNOWN, [np.zeros((3, 0, BINS, 3))]
+    for event in state.events:
+        chunk = event.prefill_tokens or chunk
     steps = numbers(run_dir.tokens_dir, SUFFIX) if config.trainer.minibatches == 1 else []
     for step in steps[: -MAX_STEPS - 1 : -1]:
         with suppress(RunError, OSError):  # of damaged files, which others report
@@ -115,15 +118,16 @@ def stretches(samples: list[TrainingSample], chunk: int) -> Iterator[tuple[int, 
     """Yields (index of the sample, version, number of tokens, bin of each of KINDS) of trained
     tokens that follow each other, in order.
 
-    Spans that touch are one turn. Where the version changes within it, the server has dropped its
-    cache, and computes all tokens before as a prompt again.
+    Spans that touch are one turn, and with kept ids those up to GAP apart, by tokens of which too
+    many were kept. Where the version changes within it, the server has dropped
+    its cache, and computes all tokens before as a prompt again.
     """
     for index, sample in enumerate(samples):
-        turn, chunks, end, version = -1, 0, -1, -1
+        turn, chunks, end, version, gap = -1, 0, -1 - GAP, -1, GAP * bool(sample.kept)
         for span in sample.spans:
             start = span.start
-            turn += start != end
-            if (end, version) != (start, span.policy_version):
+            turn += (is_new := start > end + gap)
+            if is_new or version != span.policy_version:
                 chunks = (start - 1) // chunk
             end, version = span.end, span.policy_version
             while start < end:

@@ -119,7 +119,8 @@ def run_outcome(state: RunState) -> RunOutcome:
         return RunOutcome(
             "stopped", f"clients of `rl serve` {done}; they can go on after `{state.resume}`"
         )
-    if state.numbers.newest() is None and not state.newest_batch and not state.log("trainer"):
+    # `rl` itself writes a line of any start
+    if not (state.numbers.tables.keys() - {"rl"} or state.newest_batch or state.log("trainer")):
         if state.jobs:
             return RunOutcome(
                 "stopped", f"no machine has joined the run yet; its jobs are {state.jobs}"

@@ -63,10 +63,10 @@ class Meter:
         """Writes a line; if the disk fails, the next line has it, too."""
         self._look()
         values = dict(self.spent)
-        if any(self.config.cost.model_dump().values()):
-            self.numbers.refresh()
-            values["cost/total"] = self.config.cost.price(totals(self.numbers) | values)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+            if any(self.config.cost.model_dump().values()):
+                self.numbers.refresh()
+                values["cost/total"] = self.config.cost.price(totals(self.numbers) | values)
             log = MetricsLog(self.run_dir.metrics, "rl")  # a repair replaces the file
+            closing.callback(os.close, log.file)
             log.write(self.step, values)
-            os.close(log.file)

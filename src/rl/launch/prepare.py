@@ -8,7 +8,6 @@ nothing was made yet is reused.
 import contextlib
 import fnmatch
 import json
-import math
 import os
 import re
 import shutil
@@ -50,7 +49,8 @@ MAY_CHANGE = [
         "orchestrator.environment.*.reward (content of *), orchestrator.environment.*.workers",
         "orchestrator.environment.*.max_generating, orchestrator.environment.*.max_scoring",
         "orchestrator.inference_urls, orchestrator.*teacher.base_url",
-        "orchestrator.*teacher.api_key_var, orchestrator.*teacher.timeout_s, orchestrator.host",
+        "orchestrator.*teacher.api_key_var, orchestrator.*teacher.timeout_s",
+        "orchestrator.*teacher.least_gain, orchestrator.host",
         "orchestrator.port, orchestrator.rollout_retries, orchestrator.show_rollout_every",
         "orchestrator.worker_memory_gib, inference, supervisor, serve, tinker.base_url, cluster",
         "*.function (content of *), *_timeout_s",
@@ -125,6 +125,8 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
                 )
         write_config(run_dir.config, config)
         write_file(run_dir.named_files, json.dumps(contents(config)).encode())
+        if not over:  # a start that fails must not leave the end of an earlier one
+            run_dir.run_end.unlink(missing_ok=True)
         run_dir.stop_request.unlink(missing_ok=True)
         forget_dead_servers(run_dir.status_dir)
         kept = {*server_files(run_dir.status_dir)} - {run_dir.status("inference")}
@@ -169,11 +171,11 @@ def why_over(config: RLConfig, run_dir: RunDir) -> str:
         and last in numbers(run_dir.checkpoints)
         and last in numbered(run_dir.weights_dir)
         and (not config.orchestrator.eval or last in numbered(run_dir.evals))
+        and not edits(run_dir, config)
     ):
         return ""
     if end.kind == "early" and config.plays:  # a recording may have grown
-        has_target = any(math.isfinite(entry.target) for entry in config.orchestrator.eval)
-        remedy = "; raise orchestrator.eval.target to continue" if has_target else ""
+        remedy = "; raise orchestrator.eval.target to continue" if "target" in end.reason else ""
         return f"{early_end(end, last, config.max_steps)}{remedy}"
     is_last = end.kind == "done" and last == config.max_steps
     return f"all {last} steps are done; raise --max_steps to continue" if is_last else ""

@@ -35,8 +35,10 @@ class Scrape(NewestValues):
         # this parser limits lines and headers
         server = uvicorn.Server(uvicorn.Config(gate, http="h11", log_config=None))
         sock = bind(host, self.settings.port, "prometheus.port")
+        sock.listen()  # in the thread, nobody would see that another has begun to, meanwhile
         threading.Thread(target=server.run, args=([sock],), daemon=True).start()
-        self.say(f"metrics   http://{host}:{sock.getsockname()[1]}/metrics (with the token)")
+        name = f"[{host}]" if ":" in host else host
+        self.say(f"metrics   http://{name}:{sock.getsockname()[1]}/metrics (with the token)")
 
     def page(self, _: Any) -> Response:
         return Response(self.text(), media_type=CONTENT_TYPE_LATEST)

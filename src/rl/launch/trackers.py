@@ -217,14 +217,14 @@ class Trackers:
         """Raises RunError if a package is not installed."""
         self.say = say
         self.left: list[Any] = []
+        if config.prometheus:  # first: its port may be taken
+            from rl.launch.scrape import Scrape
+
+            self.left.append(Scrape(config, run_dir, say))
         if config.wandb:
             self.left.append(WandbLog(config, run_dir))
         if config.tensorboard:
             self.left.append(TensorboardLog(run_dir))
-        if config.prometheus:
-            from rl.launch.scrape import Scrape
-
-            self.left.append(Scrape(config, run_dir, say))
         self._each("start")
 
     def send(self, lines: list[Line]) -> None:
