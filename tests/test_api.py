@@ -146,7 +146,11 @@ def test_the_notebook_of_the_documentation_runs(tmp_path, monkeypatch, capsys):
         MetricsLog(run_dir.metrics, "trainer").write(step, {"loss/mean": 0.0})
     write_token_log(
         run_dir.tokens(2),
-        {"trainer_logprobs": np.full(6, -0.75, np.float32), "flags": np.zeros(6, np.uint8)},
+        {
+            "trainer_logprobs": np.full(6, -0.75, np.float32),
+            "entropies": np.ones(6, np.float32),
+            "flags": np.zeros(6, np.uint8),
+        },
     )
     monkeypatch.setenv("MPLBACKEND", "agg")
     notebook = json.loads(Path("docs/python.ipynb").read_text())

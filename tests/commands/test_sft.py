@@ -75,9 +75,11 @@ def test_from_rollouts_to_weights_with_a_stop_in_between(place):
         "5",
         "6",
     ]
-    assert [line.split()[0] for line in out.splitlines()[-7:]] == [
+    assert [line.split()[0] for line in out.splitlines()[-9:]] == [
         "loss",
         "valid",
+        "tokens",
+        "cost",
         "weights",
         "curves",
         "metrics",

@@ -117,7 +117,12 @@ def sampled(prompt: list[int], token_ids: list[int], **answered):
 
     async def once(*_, **__):
         return SimpleNamespace(
-            outputs=[answer], finished=True, prompt_logprobs=None, version_starts=[(0, 3)], get=once
+            outputs=[answer],
+            finished=True,
+            prompt_logprobs=None,
+            num_cached_tokens=0,
+            version_starts=[(0, 3)],
+            get=once,
         )
 
     engine = SimpleNamespace(sampling=nullcontext, ranks=Balancer(), add_request=once)

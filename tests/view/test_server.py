@@ -274,7 +274,7 @@ def test_curves_over_every_axis_with_what_happened(ask):
     assert by_axis["rollouts"].series[1].x == [0, 32]  # evaluations of versions 0 and 4
     assert {mark.kind for mark in by_axis["step"].marks} == {"eval", "death"}
     sections = {metric.section for metric in ask("metrics").metrics}
-    assert sections == {*SECTIONS} - {"Supervised fine-tuning"} | {"Other"}
+    assert sections == {*SECTIONS} - {"Supervised fine-tuning", "What it cost"} | {"Other"}
 
 
 def test_rollouts_are_filtered_counted_sorted_and_paged_by_the_server(ask):

@@ -74,8 +74,8 @@ class Policy:
 
     def chat_for_teachers(self) -> RenderedChat | None:
         """Renders probes.CHAT, without its system message if the template refuses that; None for
-        an endpoint."""
-        if self.endpoint:
+        a policy that others render for."""
+        if self.endpoint or self.spec.head_server:
             return None
         messages, special = probes.CHAT, self.renderer.special_ids
         try:
