@@ -30,7 +30,12 @@ RUN = Numbers.of(
         (0, "eval"): {"tokens/eval/a/sampled": 300.0, "tokens/eval/a/prefilled": 20.0},
         (2, "eval"): {"tokens/eval/b/sampled": 200.0, "tokens/eval/b/cached": 30.0},
         (1, "rl"): {"cost/machine_s": 60.0, "cost/gpu_s": 480.0, "cost/total": 0.5},
-        (2, "rl"): {"cost/machine_s": 3600.0, "cost/gpu_s": 28800.0, "cost/total": 12.3456},
+        (2, "rl"): {
+            "cost/machine_s": 3600.0,
+            "cost/machine_0_s": 3600.0,
+            "cost/gpu_s": 28800.0,
+            "cost/total": 12.3456,
+        },
     }
 )
 

@@ -23,10 +23,12 @@ def totals(numbers: "Numbers") -> dict[str, float]:
 
 
 def cost_lines(numbers: "Numbers") -> list[str]:
-    """Returns what a run cost as lines of its report."""
+    """Returns what a run cost as lines of its report: of evaluations the sampled tokens alone, and
+    all machines together."""
     texts: dict[str, list[str]] = {}
     for name, value in totals(numbers).items():
-        if "/eval/" not in name or name.endswith("/sampled"):
-            kind, _, what = name.partition("/")
+        kind, _, what = name.partition("/")
+        is_part = "eval/" in what or (what.startswith("machine_") and what != "machine_s")
+        if not is_part or what.endswith("/sampled"):
             texts.setdefault(kind, []).append(f"{digits(value, 4)} {what}")
     return [f"{kind:<9} {', '.join(counts)}" for kind, counts in texts.items()]

@@ -204,7 +204,8 @@ class Numbers:
 
 SUFFIX = ".safetensors"
 MAX_LOG_RATIO = 10.0
-"""The trainer's clamp of log r in nats, see rl.trainer.loss.common."""
+"""The trainer's clamp of log r in nats: e^10 = 22026 is far beyond every sensible mask and far
+within the range of float32."""
 CLIPPED, MASKED, LATER = 1, 2, 4
 """Bits: the loss's own clip left the token without gradient; a mask on the ratio left it out of
 the loss; either happened in a later epoch. MASKED is thus narrower than the metric

@@ -31,9 +31,7 @@ import torch
 from torch import Tensor
 
 from rl.config.loss import EVERYTHING, Band, LossSettings
-
-MAX_LOG_RATIO = 10.0
-"""e^10 = 22026 is far beyond every sensible mask and far within the range of float32."""
+from rl.run_dir.numbers import MAX_LOG_RATIO
 
 
 def k3(log_ratio: Tensor) -> Tensor:
