@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
-from functools import partial
 from pathlib import Path
 
 import gpu_check
@@ -63,11 +61,10 @@ def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
     cases = {
         (part, case["case"]): case for part, result in results.items() for case in result["cases"]
     }
-    assert len(results) == 9 and cases["replay", "compile False"]["equal"]
+    assert len(results) == 5 and cases["replay", "compile False"]["equal"]
     assert cases["gradients", "attention blocks"]["gradient"] <= 1e-5
-    assert "passed" in cases["tests", "model/test_head"]["result"]
     assert cases["train_0.6B", "256"]["tokens_per_s"] > 0
-    assert "[aim: mfu >= 0.45" in printed and "alone over shared" in printed
+    assert "[aim: mfu >= 0.45" in printed
 
 
 def test_the_calls_are_all_parts_and_each_fits_into_its_budget():
@@ -77,7 +74,6 @@ def test_the_calls_are_all_parts_and_each_fits_into_its_budget():
         if line.startswith("  python")
     ]
     assert sorted(part for call in calls for part in call) == sorted(gpu_check.LIMITS)
-    assert len(calls) == 3
     # the rest for imports
     assert all(sum(gpu_check.LIMITS[part] for part in call) <= 540 - 20 for call in calls)
 
@@ -95,17 +91,3 @@ def test_what_a_case_raises_is_said_and_the_next_one_runs(capsys):
         {"case": "compiled", "raised": "NotImplementedError: no such kernel"},
         {"case": "eager", "ms": 1.0},
     ]
-
-
-def test_what_a_command_prints_is_there_before_it_ends(tmp_path):
-    """Of tests that were cut at their limit nothing came back."""
-    command = [
-        sys.executable,
-        "-c",
-        "import time; print('x::y PASSED'); print('x::z ', end='', flush=True); time.sleep(60)",
-    ]
-    log = tmp_path / "part"
-    began = time.monotonic()
-    assert gpu_bench.in_fork(partial(gpu_bench.passed_on, command), log, 3.0) is None
-    assert time.monotonic() - began < 30
-    assert gpu_bench.last_said(log) == "x::z "
