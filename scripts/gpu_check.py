@@ -1,8 +1,8 @@
 """What the first minutes on a GPU should tell: is everything exact there, and how fast is it?
 `python scripts/gpu_check.py`.
 
-Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch, peft
-and pyarrow lacks) and no network. Each part runs in a process of its own with a limit, the most
+Needs the trainer's packages alone (`scripts/gpu_stack.py pack --trainer` collects what a machine
+with torch, peft and pyarrow lacks) and no network. Each part runs in a process of its own with a limit, the most
 telling first. A part whose limit no longer fits into the --budget is skipped: a call with --only
 runs it, and adds it to the results, which go into one JSON file as soon as a part ends, and as a
 table to the console. What a case raises is said, and its part goes on. --tiny runs all of it on a
