@@ -86,6 +86,10 @@ class Bench:
     place: str
     """The type of the device."""
     tiny: bool
+    ends: float
+    """When a part should have told why it is late, by time.monotonic."""
+    logs: Path
+    """The file for the logs of processes."""
 
     @property
     def device(self) -> torch.device:
@@ -149,7 +153,7 @@ def case(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        say(name, raised=f"{type(error).__name__}: {error}"[:400])
+        say(name, raised=f"{type(error).__name__}: {error}"[:4000])
 
 
 def compilations() -> int:
