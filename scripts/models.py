@@ -191,7 +191,7 @@ def trained(
         ):
             found[sample].append((depth, value))
     gradients = {
-        name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
     }
     return [torch.tensor([value for _, value in sorted(values)]) for values in found], gradients
 
