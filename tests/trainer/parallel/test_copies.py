@@ -10,13 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rl.models.tiny import make_tiny_model
 from rl.trainer.parallel.copies import copies_of
-from rl.trainer.parallel.sharding import (
-    compute_in,
-    finish_gradients,
-    reshard,
-    shard_model,
-    untied_blocks,
-)
+from rl.trainer.parallel.sharding import compute_in, reshard, shard_model, untied_blocks
 from tests.families import CONFIGS
 
 
@@ -40,7 +34,7 @@ def by_copies(folder, world, dtype, recomputed=False):
     return model
 
 
-def step(model, optimizer, world):
+def step(model, optimizer):
     """One optimizer step on two micro batches; the loss of each."""
     losses = []
     for number in range(2):
@@ -50,8 +44,6 @@ def step(model, optimizer, world):
         loss = -logprobs[:, :-1].gather(-1, ids[:, 1:, None]).mean()
         loss.backward()
         losses.append(loss.item())
-    if copies_of(model):
-        finish_gradients(model, world)
     optimizer.step()
     optimizer.zero_grad()
     return losses
@@ -74,7 +66,7 @@ def test_steps_have_the_bits_of_fsdp(world, tmp_path, family, dtype, recomputed)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for model in models]
     before = weights(load(folder))
     for _ in range(3):
-        expected, found = (step(*each, world) for each in zip(models, optimizers, strict=True))
+        expected, found = (step(*each) for each in zip(models, optimizers, strict=True))
         assert found == expected
     expected, found = map(weights, models)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -91,6 +83,9 @@ def test_masters_are_back_after_each_pass(world, tmp_path):
     assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     reshard(model)
     assert all(a is b for a, b in zip(model.parameters(), masters, strict=True))
+    model(input_ids=ids).logits.sum().backward()
+    assert all(a is b for a, b in zip(model.parameters(), masters, strict=True))
+    assert all(master.grad.dtype == torch.float32 for master in masters)
     with pytest.raises(IndexError), torch.no_grad():
         model(input_ids=ids + 10**6)
     compute_in(model, torch.float64, is_test=True)
@@ -98,3 +93,26 @@ def test_masters_are_back_after_each_pass(world, tmp_path):
     with torch.no_grad():
         assert model(input_ids=ids).logits.dtype == torch.float64
     assert not any(copies.by_master for copies in copies_of(model))
+
+
+def test_a_pass_after_a_failed_one_has_the_weights_of_now(world, tmp_path):
+    model = by_copies(make_tiny_model(tmp_path / "llama", None), world, torch.bfloat16)
+    masters, ids = list(model.parameters()), torch.arange(9)[None]
+    model.model.layers[1].mlp.register_forward_hook(fail := Fail())
+    with pytest.raises(ArithmeticError):
+        model(input_ids=ids)
+    fail.fails = False
+    with torch.no_grad():
+        for master in masters:
+            master.mul_(0.5)
+    found = model(input_ids=ids).logits
+    compute_in(model, torch.bfloat16)  # forgets all copies
+    assert torch.equal(model(input_ids=ids).logits, found)
+
+
+class Fail:
+    fails = True
+
+    def __call__(self, *_):
+        if self.fails:
+            raise ArithmeticError

@@ -2,9 +2,9 @@
 buffers stays where it is.
 
 The model's parameters are the masters, in float32. While a block computes, copies in the compute
-type take their places, from its forward pass until `leave`, which follows the last backward pass of
-an optimizer step. Weights that have the compute type anyway are their own copies. Each backward
-pass adds a copy's gradient to its master's, in float32.
+type take their places: from its forward pass to the end of the backward pass, or, without one,
+until `leave`. Weights that have the compute type anyway are their own copies. Each backward pass
+adds a copy's gradient to its master's, in float32.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ class Copies:
     def __init__(self, places: Places, dtype: torch.dtype) -> None:
         self.places, self.dtype = places, dtype
         self.by_master: dict[nn.Parameter, nn.Parameter] = {}
-        self.computing = self.is_test = False
+        self.computing = self.is_test = self.ends = False
 
     def compute_in(self, dtype: torch.dtype, is_test: bool) -> None:
         """Changes the compute type. In a test, copies exist during the forward pass alone."""
@@ -56,7 +56,7 @@ class Copies:
         else:
             copy = nn.Parameter(master.to(self.dtype), requires_grad=master.requires_grad)
             if master.requires_grad:
-                copy.register_post_accumulate_grad_hook(partial(pass_on, master))
+                copy.register_post_accumulate_grad_hook(partial(self.pass_on, master))
             self.by_master[master] = copy
         return self.by_master[master]
 
@@ -68,21 +68,25 @@ class Copies:
         """Puts the masters back."""
         for master in self.by_master:
             self.put(master, master)
-        self.computing = False
+        self.computing = self.ends = False
         if self.is_test:
             self.by_master = {}
 
-
-def pass_on(master: nn.Parameter, copy: nn.Parameter) -> None:
-    """Adds the gradient of a backward pass to the master's."""
-    assert copy.grad is not None
-    gradient, copy.grad = copy.grad.to(master.dtype), None
-    master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+    def pass_on(self, master: nn.Parameter, copy: nn.Parameter) -> None:
+        """Adds the gradient of a backward pass to the master's."""
+        assert copy.grad is not None
+        gradient, copy.grad = copy.grad.to(master.dtype), None
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        if not self.ends:
+            self.ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
 
 
 def keep_copies(blocks: list[nn.Module], whole: set[nn.Parameter], dtype: torch.dtype) -> None:
-    """Makes blocks, inner ones first, compute in `dtype`; parameters of `whole` keep their own
-    type."""
+    """Makes blocks, inner ones first and the model last, compute in `dtype`; parameters of `whole`
+    keep their own type."""
+    # of a pass that an error has ended
+    blocks[-1].register_forward_pre_hook(lambda model, _: leave_all(model))
     taken = set(whole)
     for block in blocks:
         places: Places = defaultdict(list)
@@ -101,3 +105,8 @@ def keep_copies(blocks: list[nn.Module], whole: set[nn.Parameter], dtype: torch.
 def copies_of(model: nn.Module) -> list[Copies]:
     """Returns the copies of all blocks of a model; none if it is sharded."""
     return [vars(module)["copies"] for module in model.modules() if "copies" in vars(module)]
+
+
+def leave_all(model: nn.Module) -> None:
+    for copies in copies_of(model):
+        copies.leave()

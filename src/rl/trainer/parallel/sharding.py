@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 
 from rl.trainer.data.micro_batch import MicroBatch
-from rl.trainer.parallel.copies import copies_of, keep_copies
+from rl.trainer.parallel.copies import copies_of, keep_copies, leave_all
 from rl.trainer.parallel.experts import experts_of, shard_of
 from rl.trainer.parallel.world import World
 
@@ -111,7 +111,7 @@ def finish_gradients(model: nn.Module, world: World) -> None:
     it does on one rank. Sums those of weights that are not sharded. Every rank calls this,
     before an optimizer step."""
     if world.size == 1:
-        return reshard(model)
+        return
     parameters = [*model.parameters()]
     flags = [vars(parameter).pop("is_reached", is_whole(parameter)) for parameter in parameters]
     reached = world.reduce(
@@ -154,8 +154,7 @@ def reshard(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    for copies in copies_of(model):
-        copies.leave()
+    leave_all(model)
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype, is_test: bool = False) -> None:
