@@ -8,7 +8,6 @@ from pathlib import Path
 BENCHMARKS = {
     "trainer": "a training step over a bare PyTorch one",
     "quickstart": "the command to the first trained step, and to 0.95 of the held-out pairs",
-    "orchestrator": "rollouts a CPU second of orchestrator and workers",
 }
 
 

@@ -2,17 +2,26 @@
 `python scripts/gpu_check.py`.
 
 Needs the trainer's packages alone (scripts/gpu_wheels.sh collects what a machine with torch, peft
-and pyarrow lacks) and no network. Each part runs in a process of its own with a limit, the most
+and pyarrow lacks) and no network. --stack runs the whole loop, servers and runs, which needs vLLM
+and `verifiers`, too. Each part runs in a process of its own with a limit, the most
 telling first. A part whose limit no longer fits into the --budget is skipped: a call with --only
 runs it, and adds it to the results, which go into one JSON file as soon as a part ends, and as a
 table to the console. What a case raises is said, and its part goes on. --tiny runs all of it on a
 CPU, to see that it works.
 
-On a machine that has compiled nothing yet all parts take three calls of at most nine minutes:
+On a machine that has compiled nothing yet the parts of the trainer take three calls of at most nine
+minutes,
 
-  python scripts/gpu_check.py --only gradients --only offload --only replay
-  python scripts/gpu_check.py --only tests --only train_0.6B --only tree
-  python scripts/gpu_check.py --only experts --only train_4B --only bare
+  python scripts/gpu_check.py --only gradients --only replay
+  python scripts/gpu_check.py --only experts --only train_0.6B
+  python scripts/gpu_check.py --only train_4B
+
+and those of the whole loop four:
+
+  python scripts/gpu_check.py --only serve --only quickstart
+  python scripts/gpu_check.py --only swap --only masks --only lora
+  python scripts/gpu_check.py --only moe --only kills
+  python scripts/gpu_check.py --only speed
 """
 
 import argparse
@@ -29,17 +38,27 @@ from typing import Any
 STARTED = time.monotonic()
 LIMITS = {
     "gradients": 150,
-    "offload": 120,
-    "tests": 300,
     "replay": 240,
     "experts": 240,
     "train_0.6B": 150,
-    "tree": 60,
-    "bare": 60,
     "train_4B": 150,
+    "serve": 240,
+    "quickstart": 240,
+    "swap": 150,
+    "masks": 150,
+    "lora": 150,
+    "moe": 150,
+    "kills": 240,
+    "speed": 270,
 }
 """The parts in their order, first whether all is right, then how fast it is, and the most
 seconds of each: enough for a machine that has everything yet to compile."""
+STACK = (*list(LIMITS)[5:], "train_0.6B")
+"""The parts of the whole loop, for which the machine needs vLLM, and those of --stack."""
+MARGIN_S = 30
+"""So long before its limit a part tells why it is late."""
+NUM_CHARACTERS = 6000
+"""Of what a part that failed has said last."""
 NO_TIME = "skipped: no time"
 
 
@@ -80,6 +99,7 @@ def main() -> int:
     parser.add_argument(
         "--tiny", action="store_true", help="tiny models on the CPU: does the script itself work?"
     )
+    parser.add_argument("--stack", action="store_true", help=f"the whole loop: {', '.join(STACK)}")
     parser.add_argument(
         "--only",
         action="append",
@@ -96,27 +116,31 @@ def main() -> int:
         args.output,
         json.loads(args.output.read_text()) if args.only and args.output.exists() else {},
     )
-    sys.path.insert(0, str(Path(__file__).parent))
+    folder = Path(__file__).resolve().parent
+    sys.path[:0] = [str(folder), str(folder.parent)]
     os.environ |= {"HF_HUB_OFFLINE": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"} | (
         {"OMP_NUM_THREADS": "1"} if args.tiny else {}
     )
     # as the trainer's process has it
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    from benchmarks.gpu_bench import Bench, in_fork, last_said, told
+    from benchmarks.gpu_bench import Bench, in_fork, told
     from benchmarks.gpu_parts import PARTS  # seconds, once for all of them
 
-    assert LIMITS.keys() == PARTS.keys()
+    parts, wanted = {**PARTS}, args.only or (STACK if args.stack else PARTS)
+    if not parts.keys() >= {*wanted}:
+        from tests.proofs import gpu_loop
+
+        parts |= gpu_loop.PARTS
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
-        for part in args.only or LIMITS:
+        for part in wanted:
             since, limit_s = time.monotonic(), LIMITS[part]
             if since + limit_s > STARTED + args.budget:
                 report.add(part, NO_TIME, [])
                 continue
-            bench, log = (
-                Bench(Path(name), "cpu" if args.tiny else "cuda", args.tiny),
-                Path(name) / part,
-            )
-            code = in_fork(partial(PARTS[part], bench), log, limit_s)
+            place, log = "cpu" if args.tiny else "cuda", Path(name) / part
+            ends, logs = since + limit_s - MARGIN_S, args.output.with_suffix(".log").absolute()
+            bench = Bench(Path(name), place, args.tiny, ends, logs)
+            code = in_fork(partial(parts[part], bench), log, limit_s)
             state = (
                 "done"
                 if code == 0
@@ -125,10 +149,9 @@ def main() -> int:
                 else f"failed with exit code {code}"
             )
             cases = told(log)
-            if code:
-                state += f": {Path(f'{log}.err').read_text().strip()[-1500:]}"
-            elif code is None:
-                state += f", having said: {last_said(log)}"
+            if code != 0:
+                text = Path(f"{log}.err").read_text() or Path(f"{log}.out").read_text()
+                state += f": {text.strip()[-NUM_CHARACTERS:]}"
             elif raised := [case["case"] for case in cases if "raised" in case]:
                 state = f"raised errors: {', '.join(raised)}"
             report.add(part, state, cases, time.monotonic() - since)

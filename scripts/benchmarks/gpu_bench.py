@@ -6,14 +6,12 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -88,6 +86,10 @@ class Bench:
     place: str
     """The type of the device."""
     tiny: bool
+    ends: float
+    """When a part should have told why it is late, by time.monotonic."""
+    logs: Path
+    """The file for the logs of processes."""
 
     @property
     def device(self) -> torch.device:
@@ -139,17 +141,6 @@ class Bench:
             path.with_suffix(".tmp").rename(path)
         return path
 
-    def seconds(self, function: Callable[[], Any], rounds: int = 3) -> float:
-        """Median of the rounds, after one to warm up."""
-        times = []
-        for _ in range(rounds + 1):
-            self.synchronize()
-            since = time.monotonic()
-            function()
-            self.synchronize()
-            times.append(time.monotonic() - since)
-        return median(times[1:])
-
 
 def say(case: str, **figures: object) -> None:
     """A result: a line of JSON."""
@@ -162,7 +153,7 @@ def case(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        say(name, raised=f"{type(error).__name__}: {error}"[:400])
+        say(name, raised=f"{type(error).__name__}: {error}"[:4000])
 
 
 def compilations() -> int:
@@ -193,31 +184,6 @@ def told(log: Path) -> list[dict[str, Any]]:
         with suppress(json.JSONDecodeError):
             found += [json.loads(text)] if text.startswith("{") and text.endswith("}") else []
     return found
-
-
-def last_said(log: Path) -> str:
-    """The end of what a process printed behind its last result, without tests that passed."""
-    lines = Path(f"{log}.out").read_text().splitlines()
-    results = [place for place, text in enumerate(lines) if text.startswith('{"case"')]
-    rest = [
-        text
-        for text in lines[results[-1] + 1 if results else 0 :]
-        if " PASSED" not in text and " SKIPPED" not in text
-    ]
-    return "\n".join(rest)[-1500:]
-
-
-def passed_on(command: list[str], **settings: Any) -> tuple[int, str]:
-    """Exit code and output of a command, which is printed as it comes: who ends this process
-    knows how far it was."""
-    found = b""
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **settings
-    ) as process:
-        while process.stdout and (part := process.stdout.read1()):  # type: ignore[attr-defined]
-            os.write(sys.stdout.fileno(), part)
-            found += part
-    return process.returncode, found.decode(errors="replace")
 
 
 def in_fork(

@@ -7,25 +7,20 @@ where there is one. Only the trainer is imported, and what it needs.
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import torch
-from benchmarks.gpu_bench import Bench, apart, case, compilations, in_process, passed_on, say
-from benchmarks.trainer import measure
+from benchmarks.gpu_bench import Bench, apart, case, compilations, in_process, say
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rl.config.run import RLConfig
 from rl.config.trainer import FakeDataConfig
-from rl.system.errors import RunError
 from rl.trainer import determinism
 from rl.trainer.data.batch_sources import FakeBatches, prepare
 from rl.trainer.data.packing import Packed
@@ -36,7 +31,6 @@ from rl.trainer.parallel.world import World
 from rl.trainer.store import checkpoint
 from rl.trainer.train import TrainContext, train_step
 
-ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = 4096
 """Tokens of a sample where rows are measured: a prompt of a quarter, and an answer."""
 
@@ -62,16 +56,10 @@ def batch_for(
     context: TrainContext,
     data: FakeDataConfig,
     step: int = 1,
-    alone: bool = False,
 ) -> Packed:
-    """Random samples in rows; `alone`: none shares its prompt with another."""
+    """Random samples in rows."""
     text = context.model.config.get_text_config()
     batch = FakeBatches(data, text.vocab_size, seed=0).receive(step)
-    if alone:
-        batch.samples = [
-            msgspec.structs.replace(sample, group_id=place)
-            for place, sample in enumerate(batch.samples)
-        ]
     return prepare(batch, config, context.world, text.hidden_size)
 
 
@@ -235,72 +223,6 @@ def train_rows(
     }
 
 
-def tree(bench: Bench) -> None:
-    """16 samples behind one prompt of 4,096 tokens: shared, and each with a prompt of its own,
-    which is padded rows without padding."""
-    prompt, answer = (64, 8) if bench.tiny else (4096, 512)
-    rows = {"micro_batch_tokens": 4 * (prompt + answer)}
-    config, context = ready(bench, "0.6B", bench.world(), compile=bench.on_gpu, **rows)
-    data = FakeDataConfig(samples=16, group_size=16, prompt_tokens=prompt, completion_tokens=answer)
-    seconds = {}
-    for alone in (False, True):
-        packed = batch_for(config, context, data, alone=alone)
-        train(bench, context, packed)
-        seconds[alone] = median(train(bench, context, packed) for _ in range(3))
-        tokens = sum(len(row.input_ids) for row in packed.micro_batches)
-        say(
-            "alone" if alone else "shared", computed_tokens=tokens, seconds=round(seconds[alone], 4)
-        )
-    say("alone over shared", ratio=round(seconds[True] / seconds[False], 2), aim="ratio >= 3")
-
-
-def bare(bench: Bench) -> None:
-    """Our step over a bare one with the same attention."""
-    prompt, answer = (16, 16) if bench.tiny else (1024, 3072)
-    data = FakeDataConfig(samples=8, group_size=1, prompt_tokens=prompt, completion_tokens=answer)
-    settings = {"micro_batch_tokens": 4 * (prompt + answer), "compile": bench.on_gpu}
-    seconds = measure(str(bench.model("0.6B")), data, 3, bench.on_gpu, **settings)
-    say(
-        "bare PyTorch",
-        ratio=seconds["ratio"],
-        ours_s=seconds["ours"]["step"],
-        bare_s=seconds["bare"]["step"],
-        aim="ratio <= 1.03",
-    )
-
-
-def offload(bench: Bench) -> None:
-    """The optimizer's step with its moments on the GPU and in the host's memory: seconds,
-    memory, and whether the bits are the same."""
-    if not bench.on_gpu:
-        return say("offload", note="needs a GPU")
-    found, world = {}, bench.world()
-    for kind in (False, True):
-        settings = {
-            "optim": {"offload": kind, "lr": 1e-3},
-            "deterministic": True,
-            "micro_batch_tokens": 8192,
-        }
-        determinism.apply(RLConfig.model_validate({"trainer": settings}).trainer, bench.device)
-        config, context = ready(bench, "0.6B", world, **settings)
-        packed = batch_for(
-            config,
-            context,
-            FakeDataConfig(samples=4, group_size=2, prompt_tokens=512, completion_tokens=512),
-        )
-        seconds = []
-        for _ in range(3):
-            timer = Timer(device=bench.device)
-            train_step(context, packed, 1e-3, timer)
-            seconds.append(timer.seconds["optimizer"])
-        found[kind] = digest(context)
-        gib = torch.cuda.memory_allocated() / 2**30
-        say(f"offload {kind}", optimizer_s=round(median(seconds), 4), state_gib=round(gib, 2))
-        del context
-        bench.clear()
-    say("same bits", equal=found[True] == found[False], aim="true")
-
-
 def digest(context: TrainContext) -> str:
     """Of all weights."""
     found = hashlib.blake2b()
@@ -345,57 +267,10 @@ def replay_once(bench: Bench, compiled: bool) -> None:
     print(json.dumps({"weights": digest(context)}), flush=True)
 
 
-def tests(bench: Bench) -> None:
-    """The tests of the trainer that need one rank alone, on the device. Raises RunError if one
-    fails."""
-    wrong = []
-    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST")}
-    environment |= {"RL_TEST_DEVICE": bench.device.type, "PYTHONPATH": path}
-    names = [
-        "model/test_head",
-        "model/test_attention",
-        "model/test_flex",
-        "model/test_policy",
-        "test_train",
-    ]
-    for name in names[:1] if bench.tiny else names:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            f"tests/trainer/{name}.py",
-            "-v",
-            "-o",
-            "addopts=",
-            "-m",
-            "not proof",
-            "--tb=line",
-        ]
-        command += [
-            "-p",
-            "no:cacheprovider",
-            "--timeout",
-            "60",
-            *(["-k", "dense"] if bench.tiny else []),
-        ]
-        code, said = passed_on(command, cwd=ROOT, env=environment)
-        lines = said.strip().splitlines() or [""]
-        failed = [text[:200] for text in lines if text.startswith(("FAILED", "ERROR"))]
-        say(name, result=lines[-1].strip("= "), failed=failed, aim="none failed")
-        wrong += [name] * (code != 0)
-    if wrong:
-        raise RunError(f"{', '.join(wrong)} failed")
-
-
 PARTS: dict[str, Callable[..., None]] = {
     "gradients": gradients,
-    "tests": tests,
     "replay": replay,
-    "offload": offload,
     "experts": experts,
     "train_0.6B": partial(training, name="0.6B"),
-    "tree": tree,
-    "bare": bare,
     "train_4B": partial(training, name="4B"),
 }

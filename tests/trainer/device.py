@@ -1,5 +1,5 @@
 """Where the trainer's tests of a single rank compute: on the CPU, or on a GPU with
-RL_TEST_DEVICE=cuda, as scripts/gpu_check.py sets it."""
+RL_TEST_DEVICE=cuda (docs/benchmarks.md)."""
 
 import os
 
