@@ -114,7 +114,7 @@ def gradients_once(bench: Bench, name: str, **settings: Any) -> None:
     kept: dict[str, Tensor] = {}
     context.optimizer.step = lambda *_: kept.update(  # type: ignore[method-assign]
         {
-            name: p.grad.full_tensor().cpu()
+            name: p.grad.cpu()
             for name, p in context.model.named_parameters()
             if p.requires_grad
         }
