@@ -104,16 +104,16 @@ class HeadScores(torch.autograd.Function):
         targets: Tensor,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        ctx.size, width = len(inputs), inputs.shape[1]
-        most = 0.0
+        ctx.size, width = max(1, len(inputs)), inputs.shape[1]
+        limit = 0.0
         if weight is not None:
             width = len(weight)
             ctx.size = max(1, SLICE_BYTES // (width * inputs.element_size()))
-            most = SLICE_BYTES
+            limit = SLICE_BYTES
             if inputs.is_cuda:
                 memory = torch.cuda.get_device_properties(inputs.device).total_memory
-                most = KEPT_SHARE * memory
-        ctx.kept = [] if len(inputs) * width * inputs.element_size() <= most else None
+                limit = KEPT_SHARE * memory
+        ctx.kept = [] if len(inputs) * width * inputs.element_size() <= limit else None
         sums, chosen = list[Tensor](), temperatures.new_zeros(len(rows))
         for start in range(0, len(inputs), ctx.size):
             end = min(start + ctx.size, len(inputs))
