@@ -85,8 +85,8 @@ def in_parts(function: Callable[..., Any], *tensors: Tensor, **settings: bool) -
     if tensors[0].device.type in FUSED_ON:
         return [fused(function)(*tensors, **settings)]
     size = max(1, CHUNK_ELEMENTS // tensors[0].shape[1])
-    parts = zip(*(tensor.split(size) for tensor in tensors), strict=True)
-    return [function(*part, **settings) for part in parts]
+    pieces = zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    return [function(*part, **settings) for part in pieces]
 
 
 class HeadScores(torch.autograd.Function):
@@ -119,8 +119,8 @@ class HeadScores(torch.autograd.Function):
             end = min(start + ctx.size, len(inputs))
             logits = logits_of(inputs[start:end], weight, bias)
             sums += in_parts(row_sums, logits[: end - start], temperatures[start:end])
-            own, places = places_in(rows, start, end)
-            chosen = torch.where(own, logits[places, targets].to(chosen.dtype), chosen)
+            inside, places = places_in(rows, start, end)
+            chosen = torch.where(inside, logits[places, targets].to(chosen.dtype), chosen)
             if ctx.kept is not None and any(ctx.needs_input_grad):
                 ctx.kept.append(logits)
         of_rows = torch.cat(sums) if sums else temperatures.new_zeros(0, 3)
@@ -191,8 +191,8 @@ def places_in(rows: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     """Returns which of the rows are in the slice start..end, and the place of each in it. Those
     of other slices get the place behind its end: to select its own, a GPU would have to be waited
     for."""
-    own = (rows >= start) & (rows < end)
-    return own, torch.where(own, rows - start, end - start)
+    inside = (rows >= start) & (rows < end)
+    return inside, torch.where(inside, rows - start, end - start)
 
 
 def sum_of_equals(values: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
