@@ -190,9 +190,7 @@ def trained(
             row.sequences.tolist(), depths, logprobs.tolist(), strict=True
         ):
             found[sample].append((depth, value))
-    gradients = {
-        name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None
-    }
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return [torch.tensor([value for _, value in sorted(values)]) for values in found], gradients
 
 

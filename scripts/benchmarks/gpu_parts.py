@@ -113,11 +113,7 @@ def gradients_once(bench: Bench, name: str, **settings: Any) -> None:
     )
     kept: dict[str, Tensor] = {}
     context.optimizer.step = lambda *_: kept.update(  # type: ignore[method-assign]
-        {
-            name: p.grad.full_tensor().cpu()
-            for name, p in context.model.named_parameters()
-            if p.requires_grad
-        }
+        {name: p.grad.cpu() for name, p in context.model.named_parameters() if p.requires_grad}
     )
     context.settings.optim.max_grad_norm = float("inf")
     metrics = train_step(context, packed, 0.0, Timer())

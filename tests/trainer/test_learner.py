@@ -27,10 +27,10 @@ from tests.wire.samples import aligned_sample
 RANK = 8
 
 
-def config_of(model: Path, **loss) -> RLConfig:
+def config_of(model: Path, dtype: str = "float32", **loss) -> RLConfig:
     trainer = {"lora": {"rank": RANK}, "loss": loss or {"type": "cross_entropy"}}
     return RLConfig.model_validate(
-        {"model": {"name": str(model), "dtype": "float32"}, "serve": {}, "trainer": trainer}
+        {"model": {"name": str(model), "dtype": dtype}, "serve": {}, "trainer": trainer}
     )
 
 
@@ -139,9 +139,11 @@ def train(learner: AdapterLearner, name: str, steps: int, seed: int = 0) -> list
     return losses
 
 
-def test_adapters_side_by_side_and_saved_ones_train_as_alone(learner, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_side_by_side_and_saved_ones_train_as_alone(model, world, tmp_path, dtype):
     """Of two clients that take turns each gets, bit for bit, what it gets alone; so does one
     that was saved and loaded halfway. A smaller rank stays one: what pads it remains 0."""
+    learner = AdapterLearner(config_of(model, dtype), model, world)
     learner.create("alone", 4, seed=1)
     expected = train(learner, "alone", 4)
     assert expected[-1] < expected[0]

@@ -94,7 +94,6 @@ def dense(query, key, value, tree, window, scale, cap=None, sinks=None):
 @pytest.mark.parametrize("loss", ["policy_gradient", "gspo"])
 def test_nothing_in_a_micro_batch_waits_for_the_device(family, loss, world, tmp_path, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_ELEMENTS", 4000)  # several chunks of the logits
-    monkeypatch.setattr(head, "SELECTS_ON", ())  # as on a GPU
     AttentionInterface.register("rl_watched", partial(attention, attend=dense))
     settings = TrainerConfig.model_validate({"loss": {"type": loss, "entropy_coefficient": 0.01}})
     model = policy(make_tiny_model(tmp_path / family, CONFIGS[family]), world)

@@ -10,7 +10,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -31,6 +30,7 @@ from rl.trainer.model.lora import trainable
 from rl.trainer.model.modes import layer_windows
 from rl.trainer.model.policy import load_reference, reference_logprobs
 from rl.trainer.optim import local, make_optimizer
+from rl.trainer.parallel.copies import copies_of
 from rl.trainer.train import TrainContext, train_step
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import LIMITS
@@ -160,16 +160,15 @@ def test_command_models_have_the_windows_that_inference_has(world, tmp_path):
 
 
 @on_cpu
-@pytest.mark.parametrize("variant", ["whole", "slices", "all pairs", "capped", "lora"])
+@pytest.mark.parametrize("variant", ["whole", "slices", "capped", "lora"])
 def test_truncated_tokens_have_the_distribution_that_they_were_drawn_from(
     world, tmp_path, monkeypatch, variant
 ):
     """Trees whose samples share predictors, some with sets and some without, against logits in
     which all other ids are -inf."""
-    if variant in ("slices", "all pairs"):
+    if variant == "slices":
         monkeypatch.setattr(head, "SLICE_BYTES", 24 * 300 * 4)
         monkeypatch.setattr(head, "CHUNK_ELEMENTS", 7 * 300)
-        monkeypatch.setattr(head, "SELECTS_ON", ("cpu",) if variant == "slices" else ())
     capped = {"final_logit_softcapping": 3.0} if variant == "capped" else {}
     folder = make_tiny_model(tmp_path / "model", CONFIGS["gemma3"] | capped)
     batch = truncated(branching_batch())
@@ -394,12 +393,8 @@ def test_it_holds_the_weights_once_in_the_dtype_that_is_computed_in(tied_folder,
     assert {p.dtype for p in parameters} == {torch.bfloat16} and not any(
         p.requires_grad for p in parameters
     )
-    groups = [
-        module._get_fsdp_state()._fsdp_param_group
-        for module in reference.modules()
-        if isinstance(module, FSDPModule)
-    ]
-    assert len(groups) == 3 and all(group.is_sharded for group in groups if group)
+    held = copies_of(reference)
+    assert len(held) == 3 and not any(copies.by_master for copies in held)
 
 
 def test_another_model_as_reference_needs_no_chat_template(tied_folder, world, tmp_path):

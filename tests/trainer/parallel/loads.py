@@ -119,7 +119,7 @@ def memory(folder: str, world: World) -> dict[str, int]:
     before = resident("VmRSS")
     parameters = list(load(folder, world).parameters())
     taken = resident("VmHWM") - before
-    shard = sum(parameter.to_local().nbytes for parameter in parameters)
+    shard = sum(local(parameter).nbytes for parameter in parameters)
     return {
         "taken": taken,
         "shard": shard,

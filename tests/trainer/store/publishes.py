@@ -35,9 +35,10 @@ def draw_adapters(model: PreTrainedModel) -> None:
     """Gives adapters the same values on any number of ranks."""
     generator = torch.Generator().manual_seed(0)
     for parameter in lora.trainable(model).values():
-        assert isinstance(parameter, DTensor)
         whole = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements))
+        if isinstance(parameter, DTensor):
+            whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+        parameter.data.copy_(whole)
 
 
 def twice(model: PreTrainedModel) -> None:

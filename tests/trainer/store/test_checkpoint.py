@@ -45,7 +45,7 @@ def fresh(folder, world):
 def state(model, optimizer):
     """Weights, moments and numbers of steps."""
     moments = [v[key] for v in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    whole = [tensor.full_tensor() for tensor in (*model.parameters(), *moments)]
+    whole = [tensor.detach() for tensor in (*model.parameters(), *moments)]
     steps = [values["step"] for values in optimizer.state.values()]
     return dict(enumerate(tensor.clone() for tensor in (*whole, *steps)))
 

@@ -1,19 +1,18 @@
-"""Computes log-probability and entropy of a micro batch's loss tokens in the model's head, a few
-rows at a time: memory holds only some of the logits, and of their float32 copies, at once.
+"""Computes log-probability and entropy of a micro batch's loss tokens in the model's head. Memory
+holds no float32 copy of all logits, and no gradient beside them.
 
-Chunks are recomputed in the backward pass (torch's `checkpoint`). Logits have the type that the
-model computes in, as in the inference engine; the softmax is float32.
+Logits have the type that the model computes in, as in the inference engine; the softmax is
+float32.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rl.trainer.data.micro_batch import MicroBatch
@@ -27,30 +26,183 @@ from rl.trainer.parallel.world import World
 LOWEST = -200.0
 """Lower bound of log p in the product p log p: below -104 p is 0 in float32, and 0 * -inf would
 be nan."""
-CHUNK_ELEMENTS = 1 << 22
-"""The most logits that are processed in float32 at once; a few such buffers exist at a time."""
+CHUNK_ELEMENTS = 1 << 20
+"""The most logits that a CPU processes in float32 at once: its caches hold a few such buffers."""
 SLICE_BYTES = 1 << 28
-"""Bytes of logits that exist at once, in the model's type. If all logits fit they are computed
-once, else again in the backward pass."""
+"""Bytes of logits that are computed at once, in the model's type."""
+KEPT_SHARE = 1 / 16
+"""Share of a GPU's memory that logits may take until the backward pass; on a CPU one slice is
+kept. If all logits are more, each slice is computed again there."""
 FUSED_ON = ("cuda",)
 """Devices on which the work on logits is compiled instead, into one or two passes that keep no
 copies."""
-SELECTS_ON = ("cpu",)
-"""Devices on which sizes that depend on values are known without waiting."""
-
-ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(rows, their temperatures, row index of each target, targets) -> (log-probabilities of the
-targets, entropies of the rows)."""
 
 
-def score_rows(
-    entropy_gradient: bool, logits: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Computes `token_logprobs` of all rows at once, by
-    log p = log_softmax(logits / temperature)[target]."""
-    logprobs = (logits / temperatures[:, None]).log_softmax(-1)
-    known = logprobs if entropy_gradient else logprobs.detach()
-    return logprobs[rows, targets], -(known.exp() * known.clamp(min=LOWEST)).sum(-1)
+def row_sums(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Returns [P, 3] in float32 or better, for each row of x = logits / temperature: the largest
+    x, the sum of exp(x - largest), and the entropy of softmax(x) in nats.
+
+    Args:
+        logits: [P, V].
+        temperatures: [P].
+    """
+    scaled = logits / temperatures[:, None]
+    largest = scaled.amax(-1)
+    scaled = scaled.sub_(largest[:, None]).clamp_(min=LOWEST)
+    exponentials = scaled.exp()
+    totals = exponentials.sum(-1)
+    entropies = totals.log() - exponentials.mul_(scaled).sum(-1) / totals
+    return torch.stack([largest, totals, entropies], dim=-1)
+
+
+def differentiate(
+    logits: Tensor,
+    temperatures: Tensor,
+    sums: Tensor,
+    grads: Tensor,
+    entropy_gradient: bool,
+) -> None:
+    """Replaces the logits [P, V] by their gradient, but for what targets add to their own:
+    -p (g + h (log p + entropy)) / temperature, with p = softmax(logits / temperature).
+
+    Args:
+        sums: [P, 3] of `row_sums`.
+        grads: [P, 2]: g, the gradients of a row's log-probabilities, summed, and h, that of its
+            entropy.
+    """
+    largest, totals, entropies = sums.unbind(-1)
+    scaled = (logits / temperatures[:, None]).sub_(largest[:, None])
+    scales = -(grads / (totals * temperatures)[:, None])
+    scale = scales[:, :1]
+    if entropy_gradient:
+        known = scaled.clamp(min=LOWEST) + (entropies - totals.log())[:, None]
+        scale = scale + scales[:, 1:] * known
+    logits.copy_(scaled.exp_().mul_(scale))
+
+
+def in_parts(function: Callable[..., Any], *tensors: Tensor, **settings: bool) -> list[Any]:
+    """Applies a function to tensors of P rows: compiled, or some rows at a time."""
+    if tensors[0].device.type in FUSED_ON:
+        return [fused(function)(*tensors, **settings)]
+    size = max(1, CHUNK_ELEMENTS // tensors[0].shape[1])
+    pieces = zip(*(tensor.split(size) for tensor in tensors), strict=True)
+    return [function(*part, **settings) for part in pieces]
+
+
+class HeadScores(torch.autograd.Function):
+    """`head_logprobs`, or without a weight `token_logprobs`. Logits are computed in slices; in
+    the backward pass their gradient takes their place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        temperatures: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.size, width = max(1, len(inputs)), inputs.shape[1]
+        limit = 0.0
+        if weight is not None:
+            width = len(weight)
+            ctx.size = max(1, SLICE_BYTES // (width * inputs.element_size()))
+            limit = SLICE_BYTES
+            if inputs.is_cuda:
+                memory = torch.cuda.get_device_properties(inputs.device).total_memory
+                limit = KEPT_SHARE * memory
+        ctx.kept = [] if len(inputs) * width * inputs.element_size() <= limit else None
+        sums, chosen = list[Tensor](), temperatures.new_zeros(len(rows))
+        for start in range(0, len(inputs), ctx.size):
+            end = min(start + ctx.size, len(inputs))
+            logits = logits_of(inputs[start:end], weight, bias)
+            sums += in_parts(row_sums, logits[: end - start], temperatures[start:end])
+            inside, places = places_in(rows, start, end)
+            chosen = torch.where(inside, logits[places, targets].to(chosen.dtype), chosen)
+            if ctx.kept is not None and any(ctx.needs_input_grad):
+                ctx.kept.append(logits)
+        of_rows = torch.cat(sums) if sums else temperatures.new_zeros(0, 3)
+        largest, totals, entropies = of_rows.unbind(-1)
+        logprobs = chosen / temperatures[rows] - largest[rows] - totals[rows].log()
+        ctx.entropy_gradient = entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
+        tensors = (temperatures, rows, targets, of_rows, logprobs)
+        ctx.save_for_backward(inputs, weight, bias, *tensors)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight, bias, temperatures, rows, targets, sums, logprobs = ctx.saved_tensors
+        of_rows = torch.zeros_like(temperatures).index_add(0, rows, grad)
+        grads = torch.stack([of_rows, entropy_grad], dim=-1)
+        # The logits of targets get their whole gradient at once: rounded in between, the
+        # difference of two nearly equal numbers would be lost.
+        known = logprobs.clamp(min=LOWEST) + sums[rows, 2]
+        both = of_rows[rows] + entropy_grad[rows] * known * ctx.entropy_gradient
+        whole = sum_of_equals(grad, rows, targets) - logprobs.exp() * both
+        whole /= temperatures[rows]
+        grad_inputs, grad_weight, grad_bias = (
+            torch.zeros_like(x) if needed else None
+            for x, needed in zip((inputs, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        for number, start in enumerate(range(0, len(inputs), ctx.size)):
+            end = min(start + ctx.size, len(inputs))
+            if ctx.kept:
+                logits, ctx.kept[number] = ctx.kept[number], None
+            else:
+                logits = logits_of(inputs[start:end], weight, bias)
+            if weight is None:  # it may be in use elsewhere
+                logits = logits.clone()
+            _, places = places_in(rows, start, end)
+            slopes = logits[: end - start]
+            of_part = (x[start:end] for x in (temperatures, sums, grads))
+            in_parts(differentiate, slopes, *of_part, entropy_gradient=ctx.entropy_gradient)
+            logits[places, targets] = whole.to(logits.dtype)
+            if weight is None:
+                grad_inputs = slopes
+                continue
+            if grad_inputs is not None:
+                torch.mm(slopes, weight, out=grad_inputs[start:end])
+            if grad_weight is not None:
+                grad_weight.addmm_(slopes.T, inputs[start:end])
+            if grad_bias is not None:
+                grad_bias += slopes.sum(0)
+        return grad_inputs, grad_weight, grad_bias, *[None] * 4
+
+
+def logits_of(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """[n, H] -> [n + 1, V], whose last row holds nothing: see `places_in`. Without a weight,
+    `inputs` are the logits."""
+    if weight is None:
+        return inputs
+    logits = inputs.new_empty(len(inputs) + 1, len(weight))
+    if bias is None:
+        torch.mm(inputs, weight.T, out=logits[:-1])
+    else:
+        torch.addmm(bias, inputs, weight.T, out=logits[:-1])
+    return logits
+
+
+def places_in(rows: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Returns which of the rows are in the slice start..end, and the place of each in it. Those
+    of other slices get the place behind its end: to select its own, a GPU would have to be waited
+    for."""
+    inside = (rows >= start) & (rows < end)
+    return inside, torch.where(inside, rows - start, end - start)
+
+
+def sum_of_equals(values: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
+    """Returns at each place of `values` [N] the sum over all places with the same row and the
+    same target."""
+    keys, order = (rows * (targets.max() + 1) + targets).sort() if len(rows) else (rows, rows)
+    group = torch.zeros_like(keys)
+    group[1:] = (keys[1:] != keys[:-1]).cumsum(0)
+    sums = torch.zeros_like(values).index_add(0, group, values[order])
+    return torch.empty_like(values).scatter(0, order, sums[group])
 
 
 def token_logprobs(
@@ -74,15 +226,9 @@ def token_logprobs(
 
     Returns: log-probabilities [N] float32 with gradient to `logits`; entropies [P] float32 in nats.
     """
-    assert (
-        logits.ndim == 2 and temperatures.shape == logits.shape[:1] and rows.shape == targets.shape
-    )
-    if logits.device.type in FUSED_ON:
-        return fused(score_rows)(entropy_gradient, logits, temperatures, rows, targets)
-    size = max(1, CHUNK_ELEMENTS // logits.shape[1])
-    return in_chunks(
-        partial(score_rows, entropy_gradient), logits, size, temperatures, rows, targets
-    )
+    assert temperatures.shape == logits.shape[:1] and rows.shape == targets.shape
+    tokens = (temperatures, rows, targets, entropy_gradient)
+    return HeadScores.apply(logits, None, None, *tokens)
 
 
 def head_logprobs(
@@ -94,8 +240,8 @@ def head_logprobs(
     targets: Tensor,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Returns `token_logprobs` of the logits hidden @ weight^T + bias, at most SLICE_BYTES of which
-    exist at a time.
+    """Returns `token_logprobs` of the logits hidden @ weight^T + bias, about SLICE_BYTES of which
+    are computed at a time.
 
     Args:
         hidden: [P, H].
@@ -104,50 +250,7 @@ def head_logprobs(
 
     Returns: as `token_logprobs`, with gradient to `hidden`, `weight` and `bias`.
     """
-
-    def score(
-        hidden: Tensor, temperatures: Tensor, rows: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return token_logprobs(
-            linear(hidden, weight, bias), temperatures, rows, targets, entropy_gradient
-        )
-
-    size = max(1, SLICE_BYTES // (len(weight) * hidden.element_size()))
-    if len(hidden) <= size:
-        return score(hidden, temperatures, rows, targets)
-    return in_chunks(score, hidden, size, temperatures, rows, targets)
-
-
-def in_chunks(
-    score: ScoreFunction,
-    inputs: Tensor,
-    size: int,
-    temperatures: Tensor,
-    rows: Tensor,
-    targets: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Applies `score` to all rows of `inputs`, `size` at a time; chunks keep nothing but their
-    inputs for the backward pass."""
-    chosen, entropies = temperatures.new_zeros(len(rows)), list[Tensor]()
-    for number, (part, own_temperatures) in enumerate(
-        zip(inputs.split(size), temperatures.split(size), strict=True)
-    ):
-        # On a GPU each chunk looks up all targets and drops those of other chunks, because
-        # selecting its own would mean waiting for the device. Those of others are looked up in
-        # rows that differ: gradients of equal places are added one by one.
-        places, is_own = rows - number * size, rows // size == number
-        selects = inputs.device.type in SELECTS_ON
-        selected = is_own if selects else slice(None)
-        arguments = (part, own_temperatures, (places % len(part))[selected], targets[selected])
-        logprobs, of_rows = checkpoint(
-            score, *arguments, use_reentrant=False, preserve_rng_state=False
-        )
-        if selects:
-            chosen = chosen.masked_scatter(is_own, logprobs)
-        else:
-            chosen = torch.where(is_own, logprobs, chosen)
-        entropies.append(of_rows)
-    return chosen, torch.cat(entropies)
+    return HeadScores.apply(hidden, weight, bias, temperatures, rows, targets, entropy_gradient)
 
 
 def of_tokens(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> Tensor:

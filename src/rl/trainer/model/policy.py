@@ -1,5 +1,5 @@
-"""Loads the policy: a Hugging Face causal LM under FSDP2, one code path for any number of ranks.
-And loads the frozen reference model of the loss's KL term (`trainer.loss.kl_coefficient`).
+"""Loads the policy: a Hugging Face causal LM, under FSDP2 if there are several ranks. And loads the
+frozen reference model of the loss's KL term (`trainer.loss.kl_coefficient`).
 
 Rotary embeddings that depend on sequence length are frozen, as in vLLM. transformers chooses their
 frequencies by the largest position in the row: in a packed row a sample's results would depend on
@@ -137,7 +137,7 @@ def load_policy(
     dtype = DTYPES[config.dtype]
     model = load_rows(
         folder,
-        world,
+        world if world.size > 1 else None,
         # frozen weights need no float32 master
         dtype=dtype if settings.lora or frozen else torch.float32,
         attn_implementation="eager",

@@ -201,7 +201,6 @@ class SelfTest:
             difference = max(self.compare(row) for row in self.rows(alone, mode))
         except MODEL_ERRORS as error:
             let_pass(error)
-            self.model.reset_iter_state()
             reason = describe(error)
             if not isinstance(error, RunError):
                 self.errors.append(error)

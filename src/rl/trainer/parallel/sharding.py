@@ -25,27 +25,28 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel
 
 from rl.trainer.data.micro_batch import MicroBatch
+from rl.trainer.parallel.copies import copies_of, keep_copies, leave_all
 from rl.trainer.parallel.experts import experts_of, shard_of
 from rl.trainer.parallel.world import World
 
 
 def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> None:
     """Shards the model over the ranks, in place: it computes in `dtype` and reduces gradients in
-    float32.
+    float32. A single rank keeps plain weights, see copies.py.
 
     With a mesh of (replicate, shard) each replica is sharded over its own ranks, and gradients are
     summed over both dimensions. They are summed, not averaged as is FSDP's default, because each
     token's loss is already weighted by its share of the whole batch.
     """
-    # A single rank reduces nothing: its gradients pass FSDP's buffer in `dtype`, half as many
-    # bytes, and become float32 afterwards.
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32 if world.size > 1 else None
-    )
+    kept = set(filter(is_whole, model.parameters()))
+    if world.size == 1:
+        blocks = [*reversed(untied_blocks(model)), model.to(world.device)]
+        keep_copies(blocks, kept, dtype)
+        return
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     # If the weights are not sharded, freeing the gathered ones between forward and backward would
     # save nothing.
     reshard = world.mesh.size(-1) > 1
-    kept = set(filter(is_whole, model.parameters()))
     for parameter in kept:
         parameter.data = parameter.data.to(world.device)
     if world.experts:
@@ -77,12 +78,11 @@ def shard_model(model: PreTrainedModel, dtype: torch.dtype, world: World) -> Non
         reshard_after_forward=False,
         ignored_params=kept,
     )
-    if world.size > 1:
-        # A rank whose tokens pass by an expert has no gradient of it. Without zeros in its place,
-        # ranks would add different experts'.
-        model.set_reduce_scatter_unused_params(True)  # see finish_gradients
+    # A rank whose tokens pass by an expert has no gradient of it. Without zeros in its place,
+    # ranks would add different experts'.
+    model.set_reduce_scatter_unused_params(True)  # see finish_gradients
     for module in model.modules():
-        if isinstance(module, FSDPModule) and world.size > 1:
+        if isinstance(module, FSDPModule):
             # Neither setting recurses, and the factor without the other setting needs nccl's
             # PREMUL_SUM.
             module.set_gradient_divide_factor(1.0)
@@ -110,6 +110,8 @@ def finish_gradients(model: nn.Module, world: World) -> None:
     zeros in place of none (see `shard_model`): the optimizer leaves these weights alone then, as
     it does on one rank. Sums those of weights that are not sharded. Every rank calls this,
     before an optimizer step."""
+    if world.size == 1:
+        return
     parameters = [*model.parameters()]
     flags = [vars(parameter).pop("is_reached", is_whole(parameter)) for parameter in parameters]
     reached = world.reduce(
@@ -152,14 +154,16 @@ def reshard(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    leave_all(model)
 
 
 def compute_in(model: PreTrainedModel, dtype: torch.dtype, is_test: bool = False) -> None:
     """Makes the sharded model compute in another type from its next pass on. FSDP has no other way
     to change what it gathers weights as. In a test each layer's weights are freed behind it, also
     where training keeps them."""
-    assert isinstance(model, FSDPModule)
-    if model._get_fsdp_state()._is_root is not None:
+    for copies in copies_of(model):
+        copies.compute_in(dtype, is_test)
+    if isinstance(model, FSDPModule) and model._get_fsdp_state()._is_root is not None:
         model.reset_iter_state()
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,0 +1,112 @@
+"""The weights of a single rank, which shares them with no other: what FSDP would copy through its
+buffers stays where it is.
+
+The model's parameters are the masters, in float32. While a block computes, copies in the compute
+type take their places: from its forward pass to the end of the backward pass, or, without one,
+until `leave`. Weights that have the compute type anyway are their own copies. Each backward pass
+adds a copy's gradient to its master's, in float32.
+"""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
+"""Parameters, each with all modules and names under which it is used."""
+
+
+class Copies:
+    """The weights of a block that are of no block within it."""
+
+    def __init__(self, places: Places, dtype: torch.dtype) -> None:
+        self.places, self.dtype = places, dtype
+        self.by_master: dict[nn.Parameter, nn.Parameter] = {}
+        self.computing = self.is_test = self.ends = False
+
+    def compute_in(self, dtype: torch.dtype, is_test: bool) -> None:
+        """Changes the compute type. In a test, copies exist during the forward pass alone."""
+        self.leave()
+        self.dtype, self.is_test, self.by_master = dtype, is_test, {}
+
+    def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a forward pass: puts current copies into place, and casts the inputs."""
+        if not self.computing:
+            for master in self.places:
+                if master.dtype != self.dtype:
+                    self.put(master, self.copy_of(master))
+            self.computing = True
+        return tree_map_only(Tensor, self.cast, (args, kwargs))
+
+    def pass_by(self, *_: Any) -> None:
+        """After a forward pass."""
+        if self.is_test:
+            self.leave()
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    @torch.no_grad()
+    def copy_of(self, master: nn.Parameter) -> nn.Parameter:
+        if master in self.by_master:
+            self.by_master[master].copy_(master)
+        else:
+            copy = nn.Parameter(master.to(self.dtype), requires_grad=master.requires_grad)
+            if master.requires_grad:
+                copy.register_post_accumulate_grad_hook(partial(self.pass_on, master))
+            self.by_master[master] = copy
+        return self.by_master[master]
+
+    def put(self, master: nn.Parameter, parameter: nn.Parameter) -> None:
+        for module, leaf in self.places[master]:
+            module._parameters[leaf] = parameter
+
+    def leave(self) -> None:
+        """Puts the masters back."""
+        for master in self.by_master:
+            self.put(master, master)
+        self.computing = self.ends = False
+        if self.is_test:
+            self.by_master = {}
+
+    def pass_on(self, master: nn.Parameter, copy: nn.Parameter) -> None:
+        """Adds the gradient of a backward pass to the master's."""
+        assert copy.grad is not None
+        gradient, copy.grad = copy.grad.to(master.dtype), None
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        if not self.ends:
+            self.ends = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+
+
+def keep_copies(blocks: list[nn.Module], whole: set[nn.Parameter], dtype: torch.dtype) -> None:
+    """Makes blocks, inner ones first and the model last, compute in `dtype`; parameters of `whole`
+    keep their own type."""
+    # of a pass that an error has ended
+    blocks[-1].register_forward_pre_hook(lambda model, _: leave_all(model))
+    taken = set(whole)
+    for block in blocks:
+        places: Places = defaultdict(list)
+        for module in block.modules():
+            for leaf, parameter in module._parameters.items():
+                if parameter is None or parameter in taken:
+                    continue
+                if parameter.is_floating_point():
+                    places[parameter].append((module, leaf))
+        taken.update(places)
+        block.copies = copies = Copies(places, dtype)
+        block.register_forward_pre_hook(copies.enter, with_kwargs=True)
+        block.register_forward_hook(copies.pass_by)
+
+
+def copies_of(model: nn.Module) -> list[Copies]:
+    """Returns the copies of all blocks of a model; none if it is sharded."""
+    return [vars(module)["copies"] for module in model.modules() if "copies" in vars(module)]
+
+
+def leave_all(model: nn.Module) -> None:
+    for copies in copies_of(model):
+        copies.leave()
