@@ -18,10 +18,10 @@ minutes,
 
 and those of the whole loop four:
 
-  python scripts/gpu_check.py --only serve --only quickstart
-  python scripts/gpu_check.py --only swap --only masks --only lora
-  python scripts/gpu_check.py --only moe --only kills
-  python scripts/gpu_check.py --only speed
+  python scripts/gpu_check.py --only serve --only swap
+  python scripts/gpu_check.py --only quickstart --only masks
+  python scripts/gpu_check.py --only lora --only moe
+  python scripts/gpu_check.py --only kills --only speed
 """
 
 import argparse
@@ -42,7 +42,7 @@ LIMITS = {
     "experts": 240,
     "train_0.6B": 150,
     "train_4B": 150,
-    "serve": 240,
+    "serve": 300,
     "quickstart": 240,
     "swap": 150,
     "masks": 150,
