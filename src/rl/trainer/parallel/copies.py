@@ -35,10 +35,14 @@ class Copies:
     def enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a forward pass: puts current copies into place, and casts the inputs."""
         if not self.computing:
-            for master in self.places:
-                if master.dtype != self.dtype:
-                    self.put(master, self.copy_of(master))
             self.computing = True
+            masters = [master for master in self.places if master.dtype != self.dtype]
+            copies = [self.copy_of(master) for master in masters]
+            if copies:  # one kernel on a GPU
+                with torch.no_grad():
+                    torch._foreach_copy_(copies, masters)
+            for master, copy in zip(masters, copies, strict=True):
+                self.put(master, copy)
         return tree_map_only(Tensor, self.cast, (args, kwargs))
 
     def pass_by(self, *_: Any) -> None:
@@ -49,12 +53,11 @@ class Copies:
     def cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    @torch.no_grad()
     def copy_of(self, master: nn.Parameter) -> nn.Parameter:
-        if master in self.by_master:
-            self.by_master[master].copy_(master)
-        else:
-            copy = nn.Parameter(master.to(self.dtype), requires_grad=master.requires_grad)
+        """Returns a master's copy, whatever its values."""
+        if master not in self.by_master:
+            empty = torch.empty_like(master, dtype=self.dtype, requires_grad=False)
+            copy = nn.Parameter(empty, requires_grad=master.requires_grad)
             if master.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(self.pass_on, master))
             self.by_master[master] = copy
