@@ -173,7 +173,7 @@ which may be short: large ones take minutes."""
 
 
 class TrainerConfig(Settings):
-    """The trainer: FSDP2 under torchrun, one code path for any number of ranks, CPU or GPU."""
+    """The trainer, under torchrun: FSDP2 on several ranks, plain weights on one, CPU or GPU."""
 
     backend: Literal["local", "tinker"] = "local"
     """Who trains and samples. local: this project's trainer, and vLLM. tinker: a service with

@@ -11,7 +11,7 @@ from rl.trainer.data.micro_batch import micro_batch_tokens
 from rl.trainer.model.modes import Mode, is_compiled
 from rl.trainer.parallel.world import World
 
-ARITHMETIC = "7 (on several ranks, experts that are modules of their own keep their gradients)"
+ARITHMETIC = "8 (the head sums the exponentials of its logits, and no autograd does)"
 """Version of this code's arithmetic. Any change that alters a bit of a result must change the
 number."""
 

@@ -55,7 +55,7 @@ def test_a_configuration_and_the_smoke(tmp_path):
     assert lines["disk"].startswith("up to ")
     assert lines["environment"] == "say-digit: 4 training examples, 2 for evaluation"
     assert re.fullmatch(
-        r"3 steps on 1 CPU rank, \d+ ms per step; [\d.]+ s including startup", lines["FSDP"]
+        r"3 steps on 1 CPU rank, \d+ ms per step; [\d.]+ s including startup", lines["training"]
     )
     sampled = re.fullmatch(
         r"8 answers, (\d+) tokens per second; [\d.]+ s including startup", lines["vLLM"]

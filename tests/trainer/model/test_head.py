@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -92,6 +93,10 @@ def test_no_more_logits_exist_than_asked_for(monkeypatch):
             return result
 
     monkeypatch.setattr(head, "SLICE_BYTES", 10 * 1000 * 4)
+    kept, logits_of = WeakSet(), head.logits_of
+    monkeypatch.setattr(
+        head, "logits_of", lambda *args: (kept.add(logits := logits_of(*args)), logits)[1]
+    )
     hidden, weight = (
         torch.randn(40, 8, requires_grad=True),
         torch.randn(1000, 8, requires_grad=True),
@@ -100,8 +105,17 @@ def test_no_more_logits_exist_than_asked_for(monkeypatch):
         values, _ = head_logprobs(
             hidden, weight, None, torch.ones(40), torch.arange(40), torch.arange(40)
         )
+        assert not kept
         values.sum().backward()
     assert largest.elements == 11 * 1000
+    monkeypatch.setattr(head, "SLICE_BYTES", 40 * 1000 * 4)
+    for grows in (False, True):
+        with torch.set_grad_enabled(grows):
+            tokens = (torch.ones(40), torch.arange(40), torch.arange(40))
+            values, _ = head_logprobs(hidden, weight, None, *tokens)
+        assert len(kept) == grows
+    values.sum().backward()
+    assert not kept
 
 
 def test_bfloat16_logits_give_float32_accuracy():

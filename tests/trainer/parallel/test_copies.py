@@ -110,6 +110,16 @@ def test_a_pass_after_a_failed_one_has_the_weights_of_now(world, tmp_path):
     assert torch.equal(model(input_ids=ids).logits, found)
 
 
+def test_blocks_that_no_gradient_reaches_leave_too(world, tmp_path):
+    model = by_copies(make_tiny_model(tmp_path / "llama", None), world, torch.bfloat16)
+    masters = list(model.parameters())
+    model.model.layers[1].register_forward_hook(lambda layer, inputs, _: inputs[0])
+    model(input_ids=torch.arange(9)[None]).logits.sum().backward()
+    assert all(a is b for a, b in zip(model.parameters(), masters, strict=True))
+    reached = [name for name, weight in model.named_parameters() if weight.grad is not None]
+    assert 0 < len(reached) < len(masters) and not any("layers.1." in name for name in reached)
+
+
 class Fail:
     fails = True
 

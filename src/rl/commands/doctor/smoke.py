@@ -67,19 +67,19 @@ def trainer_smoke(config: RLConfig, model: Path, work: Path, children: Children)
         )
         division = devices.split(smoke, machine())
     except ConfigError as error:
-        return Check("FSDP", "FAIL", " ".join(str(error).split()))
+        return Check("training", "FAIL", " ".join(str(error).split()))
     run_dir, ranks, start = smoke.run_dir, division.ranks, time.monotonic()
     write_config(run_dir.config, smoke)
     child = roles.start(children, "trainer", run_dir, division, work / "logs")
     if fault := fault_of(child, TIMEOUT_S):
-        return Check("FSDP", "FAIL", f"a training step on a tiny model {fault}")
+        return Check("training", "FAIL", f"a training step on a tiny model {fault}")
     step_s = read_metrics(run_dir.metrics)[STEPS, "trainer"]["time/step"]
     device = "GPU" if division.trainer.gpus else "CPU"
     text = (
         f"{STEPS} steps on {ranks} {device} rank{'s' if ranks > 1 else ''}, {1000 * step_s:.0f} ms "
         f"per step; {time.monotonic() - start:.1f} s including startup"
     )
-    return Check("FSDP", "ok", text)
+    return Check("training", "ok", text)
 
 
 def vllm_smoke(model: Path, work: Path, children: Children) -> Check:

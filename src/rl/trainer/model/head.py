@@ -31,8 +31,8 @@ CHUNK_ELEMENTS = 1 << 20
 SLICE_BYTES = 1 << 28
 """Bytes of logits that are computed at once, in the model's type."""
 KEPT_SHARE = 1 / 16
-"""Share of a GPU's memory that logits may take until the backward pass; on a CPU one slice is
-kept. If all logits are more, each slice is computed again there."""
+"""Share of this process's GPU memory that logits may take until the backward pass; on a CPU one
+slice is kept. If all logits are more, each slice is computed again there."""
 FUSED_ON = ("cuda",)
 """Devices on which the work on logits is compiled instead, into one or two passes that keep no
 copies."""
@@ -103,6 +103,7 @@ class HeadScores(torch.autograd.Function):
         rows: Tensor,
         targets: Tensor,
         entropy_gradient: bool,
+        keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.size, width = max(1, len(inputs)), inputs.shape[1]
         limit = 0.0
@@ -112,17 +113,20 @@ class HeadScores(torch.autograd.Function):
             limit = SLICE_BYTES
             if inputs.is_cuda:
                 memory = torch.cuda.get_device_properties(inputs.device).total_memory
-                limit = KEPT_SHARE * memory
-        ctx.kept = [] if len(inputs) * width * inputs.element_size() <= limit else None
-        sums, chosen = list[Tensor](), temperatures.new_zeros(len(rows))
+                share = torch.cuda.get_per_process_memory_fraction(inputs.device)
+                limit = KEPT_SHARE * share * memory
+        keeps &= len(inputs) * width * inputs.element_size() <= limit
+        sums, ctx.kept = list[Tensor](), {}
+        precise = torch.promote_types(inputs.dtype, temperatures.dtype)
+        chosen = temperatures.new_zeros(len(rows), dtype=precise)
         for start in range(0, len(inputs), ctx.size):
             end = min(start + ctx.size, len(inputs))
             logits = logits_of(inputs[start:end], weight, bias)
             sums += in_parts(row_sums, logits[: end - start], temperatures[start:end])
             inside, places = places_in(rows, start, end)
             chosen = torch.where(inside, logits[places, targets].to(chosen.dtype), chosen)
-            if ctx.kept is not None and any(ctx.needs_input_grad):
-                ctx.kept.append(logits)
+            if keeps:
+                ctx.kept[start] = logits
         of_rows = torch.cat(sums) if sums else temperatures.new_zeros(0, 3)
         largest, totals, entropies = of_rows.unbind(-1)
         logprobs = chosen / temperatures[rows] - largest[rows] - totals[rows].log()
@@ -149,11 +153,10 @@ class HeadScores(torch.autograd.Function):
             torch.zeros_like(x) if needed else None
             for x, needed in zip((inputs, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        for number, start in enumerate(range(0, len(inputs), ctx.size)):
+        for start in range(0, len(inputs), ctx.size):
             end = min(start + ctx.size, len(inputs))
-            if ctx.kept:
-                logits, ctx.kept[number] = ctx.kept[number], None
-            else:
+            logits = ctx.kept.pop(start, None)
+            if logits is None:
                 logits = logits_of(inputs[start:end], weight, bias)
             if weight is None:  # it may be in use elsewhere
                 logits = logits.clone()
@@ -171,7 +174,7 @@ class HeadScores(torch.autograd.Function):
                 grad_weight.addmm_(slopes.T, inputs[start:end])
             if grad_bias is not None:
                 grad_bias += slopes.sum(0)
-        return grad_inputs, grad_weight, grad_bias, *[None] * 4
+        return grad_inputs, grad_weight, grad_bias, *[None] * 5
 
 
 def logits_of(inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -227,7 +230,7 @@ def token_logprobs(
     Returns: log-probabilities [N] float32 with gradient to `logits`; entropies [P] float32 in nats.
     """
     assert temperatures.shape == logits.shape[:1] and rows.shape == targets.shape
-    tokens = (temperatures, rows, targets, entropy_gradient)
+    tokens = (temperatures, rows, targets, entropy_gradient, False)
     return HeadScores.apply(logits, None, None, *tokens)
 
 
@@ -250,7 +253,8 @@ def head_logprobs(
 
     Returns: as `token_logprobs`, with gradient to `hidden`, `weight` and `bias`.
     """
-    return HeadScores.apply(hidden, weight, bias, temperatures, rows, targets, entropy_gradient)
+    tokens = (temperatures, rows, targets, entropy_gradient, torch.is_grad_enabled())
+    return HeadScores.apply(hidden, weight, bias, *tokens)
 
 
 def of_tokens(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 al., https://arxiv.org/abs/2106.09685).
 
 The layers, their names and the files are peft's. The base model is kept in the dtype that it
-computes in, the adapters are float32 masters; both are sharded by FSDP2 like any model, so norm,
+computes in, the adapters are float32 masters; both are held like the weights of any model, so norm,
 clipping, optimizer and checkpoints need no special case. peft is imported only where it is used, so
 runs without adapters do not need it.
 """

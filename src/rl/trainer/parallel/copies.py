@@ -20,12 +20,16 @@ Places = dict[nn.Parameter, list[tuple[nn.Module, str]]]
 
 
 class Copies:
-    """The weights of a block that are of no block within it."""
+    """The weights of a block that are of no block within it.
 
-    def __init__(self, places: Places, dtype: torch.dtype) -> None:
-        self.places, self.dtype = places, dtype
+    The backward pass may reach no weight of some blocks, so the first that it reaches makes all
+    blocks of the `model` leave at its end.
+    """
+
+    def __init__(self, model: nn.Module, places: Places, dtype: torch.dtype) -> None:
+        self.model, self.places, self.dtype = model, places, dtype
         self.by_master: dict[nn.Parameter, nn.Parameter] = {}
-        self.computing = self.is_test = self.ends = False
+        self.computing = self.is_test = False
 
     def compute_in(self, dtype: torch.dtype, is_test: bool) -> None:
         """Changes the compute type. In a test, copies exist during the forward pass alone."""
@@ -71,7 +75,7 @@ class Copies:
         """Puts the masters back."""
         for master in self.by_master:
             self.put(master, master)
-        self.computing = self.ends = False
+        self.computing = False
         if self.is_test:
             self.by_master = {}
 
@@ -80,9 +84,10 @@ class Copies:
         assert copy.grad is not None
         gradient, copy.grad = copy.grad.to(master.dtype), None
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-        if not self.ends:
-            self.ends = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.leave)
+        if not vars(self.model).get("leaves"):
+            self.model.leaves = True
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(leave_all, self.model))
 
 
 def keep_copies(blocks: list[nn.Module], whole: set[nn.Parameter], dtype: torch.dtype) -> None:
@@ -100,7 +105,7 @@ def keep_copies(blocks: list[nn.Module], whole: set[nn.Parameter], dtype: torch.
                 if parameter.is_floating_point():
                     places[parameter].append((module, leaf))
         taken.update(places)
-        block.copies = copies = Copies(places, dtype)
+        block.copies = copies = Copies(blocks[-1], places, dtype)
         block.register_forward_pre_hook(copies.enter, with_kwargs=True)
         block.register_forward_hook(copies.pass_by)
 
@@ -111,5 +116,7 @@ def copies_of(model: nn.Module) -> list[Copies]:
 
 
 def leave_all(model: nn.Module) -> None:
+    """Puts all masters of a model back."""
+    model.leaves = False
     for copies in copies_of(model):
         copies.leave()

@@ -111,7 +111,7 @@ def finish_gradients(model: nn.Module, world: World) -> None:
     it does on one rank. Sums those of weights that are not sharded. Every rank calls this,
     before an optimizer step."""
     if world.size == 1:
-        return
+        return reshard(model)
     parameters = [*model.parameters()]
     flags = [vars(parameter).pop("is_reached", is_whole(parameter)) for parameter in parameters]
     reached = world.reduce(
