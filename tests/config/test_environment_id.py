@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from rl.config.environment_id import check_installed
+from rl.config import environment_id
+from rl.config.environment_id import check_installed, read_id
 from rl.system.errors import RunError
 from rl.system.functions import load_function
 
@@ -61,3 +62,21 @@ def test_what_is_not_there_says_how_to_get_it(env_id, text):
     with pytest.raises(RunError) as error:
         check_installed(env_id)
     assert text in str(error.value)
+
+
+def test_a_bare_name_does_not_mean_a_folder_that_is_gone(tmp_path, monkeypatch):
+    """Of two clones the deleted one made the name ambiguous."""
+    monkeypatch.setattr(environment_id, "homes_root", lambda: tmp_path / "homes")
+    monkeypatch.chdir(tmp_path)
+    ids = [tmp_path / clone / "my_sums" for clone in ("old", "new")]
+    for number, folder in enumerate(ids):
+        (folder / "my_sums.py").parent.mkdir(parents=True)
+        (folder / "my_sums.py").write_text("")
+        home = tmp_path / f"homes/requests/my_sums-{number}/home"
+        home.mkdir(parents=True)
+        (home / "home.txt").write_text(f"# id = {folder}\n")
+    with pytest.raises(RunError, match="my_sums is ambiguous"):
+        read_id("my_sums")
+    (ids[0] / "my_sums.py").unlink()
+    ids[0].rmdir()
+    assert read_id("my_sums").path == ids[1]

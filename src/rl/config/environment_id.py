@@ -214,12 +214,13 @@ def here(env_id: str) -> Source:
 
 
 def installed_as(name: str) -> list[str]:
-    """Returns the ids under which environments of this name were installed."""
+    """Returns the ids under which environments of this name were installed, but for folders that
+    are gone."""
     match = []
     for path in sorted(homes_root().glob(f"requests/{module_name(name).lower()}-*/home/home.txt")):
         with contextlib.suppress(OSError):  # it is being removed
             match += re.findall("^# id = (.*)", path.read_text(), re.MULTILINE)
-    return list(dict.fromkeys(match))
+    return [env_id for env_id in dict.fromkeys(match) if env_id[0] != "/" or Path(env_id).exists()]
 
 
 def requirement_fault(text: str) -> str:
