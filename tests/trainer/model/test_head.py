@@ -94,9 +94,13 @@ def test_no_more_logits_exist_than_asked_for(monkeypatch):
 
     monkeypatch.setattr(head, "SLICE_BYTES", 10 * 1000 * 4)
     kept, logits_of = WeakSet(), head.logits_of
-    monkeypatch.setattr(
-        head, "logits_of", lambda *args: (kept.add(logits := logits_of(*args)), logits)[1]
-    )
+
+    def watched(*args):
+        logits = logits_of(*args)
+        kept.add(logits)
+        return logits
+
+    monkeypatch.setattr(head, "logits_of", watched)
     hidden, weight = (
         torch.randn(40, 8, requires_grad=True),
         torch.randn(1000, 8, requires_grad=True),

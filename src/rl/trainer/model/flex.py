@@ -15,8 +15,7 @@ from torch.nn.functional import pad
 from rl.system.errors import RunError
 
 LIMIT = 16
-"""Sizes of 0, of 1 and equal ones have graphs of their own, each with and without gradients: up
-to ten for the log-probabilities of a row."""
+"""Sizes of 1 and equal ones have graphs of their own, as have passes with and without gradients."""
 
 
 class CompilerError(RunError):

@@ -146,7 +146,7 @@ class HeadScores(torch.autograd.Function):
         # The logits of targets get their whole gradient at once: rounded in between, the
         # difference of two nearly equal numbers would be lost.
         known = logprobs.clamp(min=LOWEST) + sums[rows, 2]
-        both = of_rows[rows] + entropy_grad[rows] * known * ctx.entropy_gradient
+        both = of_rows[rows] + entropy_grad[rows] * known
         whole = sum_of_equals(grad, rows, targets) - logprobs.exp() * both
         whole /= temperatures[rows]
         grad_inputs, grad_weight, grad_bias = (
