@@ -20,7 +20,7 @@ from rl.trainer.parallel.loading import load_rows
 from rl.trainer.store import checkpoint
 from rl.trainer.store.checkpoint import require_space, write_tensors
 from rl.trainer.store.image import dtype_of
-from rl.trainer.store.versions import copy_small_files, write_config
+from rl.trainer.store.versions import CONFIG, config_of, copy_small_files
 
 
 @dataclass(frozen=True)
@@ -120,4 +120,4 @@ def write(
             model.generation_config = GenerationConfig()
         model.save_pretrained(folder)
         copy_small_files(base, folder)
-        write_config(base, folder, model, dtype)
+        (folder / CONFIG).write_text(config_of(base, model, dtype))

@@ -123,6 +123,19 @@ def test_a_base_model_that_is_given_chatml_is_published_and_exported_with_its_en
             ]
 
 
+def test_a_head_is_tied_as_it_was_when_the_version_was_copied(tmp_path):
+    """On one rank copies of the weights take their places module by module while training
+    continues, so that head and embedding differ for a moment."""
+    folder = make_tiny_model(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    version = versions.snapshot(model, folder, torch.float32, {})
+    embedding = model.get_input_embeddings()
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone())
+    version.write(tmp_path / "000001")
+    told = json.loads((tmp_path / "000001" / "config.json").read_text())
+    assert told["tie_word_embeddings"] is True
+
+
 def test_router_biases_are_published_and_exported_as_they_are_computed_with(tmp_path):
     """In bfloat16 half of these eight are the same number, so servers chose other experts than
     the trainer."""

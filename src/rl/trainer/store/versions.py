@@ -35,19 +35,22 @@ from rl.trainer.store.checkpoint import require_space
 from rl.trainer.store.image import Image, LastVersion, VersionTensor, header, image_of
 from rl.trainer.store.threads import RankThreads
 
+CONFIG = "config.json"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".msgpack", ".h5", ".onnx")
 
 
 @dataclass(frozen=True)
 class PublishedVersion:
     """A policy version in memory, of which each rank holds its slices, and everything needed to
-    write its files. Only `model`'s architecture is read. Every rank calls every method."""
+    write its files. Of `model` only whether it has adapters is read, and their settings: its
+    parameters change places while training continues. Every rank calls every method."""
 
     image: Image
     model: PreTrainedModel
     base: Path
     """The base model's folder, whose tokenizer and configs are copied."""
-    dtype: torch.dtype
+    config: str
+    """The content of config.json."""
     made_by: dict[str, Any]
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
 
@@ -176,7 +179,7 @@ class PublishedVersion:
                 lora.write_config(folder, self.model, self.base)
             else:
                 copy_small_files(self.base, folder)
-                write_config(self.base, folder, self.model, self.dtype)
+                (folder / CONFIG).write_text(self.config)
             small = [file for file in folder.iterdir() if file.suffix != ".safetensors"]
             hashes = {file.name: digest_of_file(file) for file in small}
             (folder / DIGESTS).write_text(json.dumps(content | {"files": hashes}, indent=1))
@@ -209,7 +212,7 @@ def snapshot(
     image.claim()
     image.fill(model, dtype)
     faults.point("weights.cast")
-    return PublishedVersion(image, model, base, dtype, made_by)
+    return PublishedVersion(image, model, base, config_of(base, model, dtype), made_by)
 
 
 def copy_small_files(base: Path, folder: Path) -> None:
@@ -231,16 +234,17 @@ has them: those of the base would draft for another model."""
 def drafting_layers(base: Path) -> str:
     """Returns the settings of a model's config that count layers which draft tokens, as `NAME =
     NUMBER`; empty if it has none."""
-    config = json.loads((base / "config.json").read_text())
+    config = json.loads((base / CONFIG).read_text())
     fields = config | config.get("text_config", {})
     counts = {key: fields[key] for key in sorted(DRAFTING & fields.keys())}
     return ", ".join(f"{key} = {count}" for key, count in counts.items() if count)
 
 
-def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Writes the base model's config with the dtype of the weights. Of a model that sees images
-    but is trained as text only, it is the config of the text model: the files have nothing else."""
-    config = json.loads((base / "config.json").read_text())
+def config_of(base: Path, model: PreTrainedModel, dtype: torch.dtype) -> str:
+    """Returns the base model's config with the dtype of the weights, as JSON. Of a model that sees
+    images but is trained as text only, it is the config of the text model: the files have nothing
+    else."""
+    config = json.loads((base / CONFIG).read_text())
     name = type(model).__name__.removeprefix("FSDP")  # of a sharded model's class
     if config.get("model_type") != model.config.model_type:
         config = model.config.to_diff_dict()
@@ -255,4 +259,4 @@ def write_config(base: Path, folder: Path, model: PreTrainedModel, dtype: torch.
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [name]
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return json.dumps(config, indent=2) + "\n"
