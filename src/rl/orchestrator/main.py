@@ -71,9 +71,7 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
         settings.inference_timeout_s,
         expected,
     )
-    teachers = make_teachers(
-        settings.teacher, {env.label: env.teacher for env in settings.environment}
-    )
+    teachers = make_teachers(settings)
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
         setups = worker_setups(

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from rl.config.orchestrator import TeacherConfig
+from rl.config.orchestrator import EnvConfig, OrchestratorConfig, TeacherConfig
 from rl.config.run import RLConfig
 from rl.models import probes
 from rl.orchestrator.batches.contents import group_samples
@@ -219,8 +219,11 @@ def test_a_key_is_not_sent_where_others_can_read_it(monkeypatch, url, settings, 
 
 def test_environments_share_a_teacher_or_have_their_own():
     default, other = TeacherConfig(base_url="http://a/v1"), TeacherConfig(base_url="http://b/v1")
-    teachers = make_teachers(
-        default, {"x": None, "y": other, "z": TeacherConfig(base_url="http://a/v1")}
-    )
+    again = TeacherConfig(base_url="http://a/v1")
+    envs = [
+        EnvConfig(id="e", name=name, teacher=teacher)
+        for name, teacher in {"x": None, "y": other, "z": again}.items()
+    ]
+    teachers = make_teachers(OrchestratorConfig(environment=envs, teacher=default))
     assert teachers["x"] is teachers["z"] and teachers["y"].url == "http://b/v1"
-    assert list(make_teachers(None, {"x": None, "y": other})) == ["y"]
+    assert list(make_teachers(OrchestratorConfig(environment=envs[:2]))) == ["y"]

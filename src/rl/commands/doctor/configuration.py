@@ -21,6 +21,7 @@ from rl.homes.resolve import homes_of, unmade
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, is_run_or_free
+from rl.orchestrator.groups.teacher import make_teachers
 from rl.orchestrator.workers.setups import task_faults
 from rl.run_dir.access_token import given_token
 from rl.system.errors import ConfigError, RunError
@@ -112,19 +113,24 @@ def servers(config: RLConfig) -> Iterable[Check]:
     """Checks the servers that the run uses but does not start."""
     orchestrator = config.orchestrator
     envs = orchestrator.entries.values()
-    teachers = [orchestrator.teacher, *(env.teacher for env in orchestrator.environment)]
     named = [("orchestrator.inference_urls", url) for url in orchestrator.inference_urls]
-    named += [("the teacher's base_url", teacher.base_url) for teacher in teachers if teacher]
+    teachers = make_teachers(orchestrator).values()
+    named += [("the teacher's base_url", teacher.url) for teacher in teachers]
     named += [("head_server", env.head_server) for env in envs if env.head_server]
-    for key, url in dict.fromkeys(named):
-        address = urlsplit(url if "//" in url else f"//{url}")
-        try:
-            port = address.port or (443 if address.scheme == "https" else 80)
-            socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
-            yield Check("servers", "ok", f"{url} accepts connections")
-        except (OSError, ValueError) as error:
-            remedy = "start that server first, or fix the address"
-            yield Check("servers", "FAIL", f"{key} = {url}: {error}; {remedy}")
+    for pair in dict.fromkeys(named):
+        yield connection(*pair)
+
+
+def connection(key: str, url: str) -> Check:
+    """Checks that the server of setting `key` accepts connections."""
+    address = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
+        return Check("servers", "ok", f"{url} accepts connections")
+    except (OSError, ValueError) as error:
+        remedy = "start that server first, or fix the address"
+        return Check("servers", "FAIL", f"{key} = {url}: {error}; {remedy}")
 
 
 def wandb() -> Check:
@@ -198,10 +204,10 @@ def environments(
     config: RLConfig, model: Path | None, work: Path, children: Children
 ) -> Iterable[Check]:
     """Checks that each environment is installed, loads in a worker process, and has the tasks that
-    the run needs.
+    the run needs; and the teachers that are up, as the start of a run does.
 
     `model` is the folder of the model whose context the prompts must fit; None: they are not
-    measured.
+    measured, and teachers not checked.
     """
     config = config.model_copy(deep=True)
     for entry in config.orchestrator.entries.values():
@@ -236,6 +242,15 @@ def environments(
         yield Check("template", "warn", f"{fault}: {TEMPLATE_REMEDY}")
     for fault in task_faults(config, loaded):
         yield Check("tasks", "FAIL", fault)
+    chats = [ready.chat for ready in loaded.values() if ready.chat]
+    for teacher in dict.fromkeys(make_teachers(config.orchestrator).values()):
+        if not chats or connection("", teacher.url).level == "FAIL":
+            continue  # `servers` says so
+        try:
+            text = "; ".join(asyncio.run(teacher.check_alone(config, model, chats[0])))
+            yield Check("teacher", "warn" if text else "ok", text or f"{teacher.url} scores text")
+        except RunError as error:
+            yield Check("teacher", "FAIL", str(error))
     if not model:
         why = "because the model is not on this machine"
         yield Check("prompts", "warn", f"not measured against model.max_model_len, {why}")
