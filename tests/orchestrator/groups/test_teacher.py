@@ -12,7 +12,7 @@ from rl.models import probes
 from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.teacher import Teacher, make_teachers
 from rl.wire.rollouts import Group, Rollout
-from rl.wire.worker_messages import RenderedChat
+from rl.wire.worker_messages import Ready, RenderedChat
 from tests.orchestrator.made import turn
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
 from tests.raised import run_error
@@ -133,7 +133,7 @@ def check(model, ours):
 
         async def act(teacher, stub):
             stub.answers = list(answers)
-            warnings = await teacher.check(config, str(model), chat)
+            warnings = await teacher.check(config, str(model), {"e": Ready(1, 1, chat=chat)})
             return teacher.model, warnings
 
         return against(stub, act, **options)

@@ -31,7 +31,7 @@ from rl.system.errors import RunError
 from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, describe_refusal
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs, unpack_ids
-from rl.wire.worker_messages import RenderedChat
+from rl.wire.worker_messages import Ready, RenderedChat
 
 TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
@@ -113,12 +113,17 @@ class Teacher:
         """Whether there is a key that is not sent because it could be read in transit."""
         self.headers = {"Authorization": f"Bearer {key}"} if key and not self.withheld else {}
 
-    async def check(self, config: RLConfig, model_path: str, chat: RenderedChat) -> list[str]:
+    async def check(
+        self, config: RLConfig, model_path: str | Path, environments: dict[str, Ready]
+    ) -> list[str]:
         """Waits until the server is up, then checks its model, its sequence length, its tokenizer,
         its chat template and its log-probabilities. Returns warnings.
 
+        environments: one of them has rendered the chat that the teacher scores.
+
         Raises RunError with the remedy.
         """
+        chat = next(ready.chat for ready in environments.values() if ready.chat)
         max_model_len = config.model.max_model_len
         served = await self._ask(
             "GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels).data
