@@ -155,12 +155,12 @@ def test_a_part_has_the_seconds_that_the_gpu_computes_in_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("trainer", "inference", "share"),
-    [([0], [0], 0.5875), ([0], [1], None), ([0], 0, None), (None, None, None)],
+    [([0], [0], 0.575), ([0], [1], None), ([0], 0, None), (None, None, None)],
 )
 def test_on_a_shared_gpu_the_trainer_leaves_alone_what_is_vllms(
     monkeypatch, trainer, inference, share
 ):
-    """80 GiB, of which vLLM has 40 % and a GiB is no tensor's."""
+    """80 GiB, of which vLLM has 40 % and a GiB of each process is no tensor's."""
     limits = []
     monkeypatch.setattr(
         "torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB)
