@@ -227,6 +227,7 @@ def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder,
     )
     assert "can't allocate memory" in said
     assert "in the mode blocks. What helps: trainer.micro_batch_tokens" in said
+    assert "a smaller inference.vllm.gpu_memory_utilization leaves more of a GPU" in said
     with (
         pytest.raises(RunError, match=r"CUDA out of memory\. Tried"),
         explain_out_of_memory(model, rows, world),

@@ -198,7 +198,8 @@ REMEDIES = (
     'trainer.activation_checkpointing = "full", trainer.context_parallel (with blocks or flex) and '
     "trainer.expert_parallel need less memory for activations; more ranks or a smaller "
     "trainer.dp_replicate, trainer.optim.offload (on GPUs) and trainer.lora less for weights, "
-    "gradients and optimizer"
+    "gradients and optimizer; a smaller inference.vllm.gpu_memory_utilization leaves more of a GPU "
+    "that inference shares"
 )
 
 
