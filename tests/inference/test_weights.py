@@ -78,14 +78,14 @@ def test_a_host_without_memory_for_a_second_copy_reads_in_the_pause_and_says_so(
         "generation pauses" in capsys.readouterr().err
     )
     monkeypatch.setattr("rl.inference.worker.memory_bytes", lambda: (4 << 30, 4 << 30))
-    assert not loader.has_room(), (
+    assert not loader.has_room(False), (
         "a second set of modules made after a reload would load nothing, in silence"
     )
     # its experts and sinks would stay those of the version before
     layer.__class__ = type("GptOssForCausalLM", (torch.nn.Linear,), {})
     with run_error("GptOssForCausalLM: vLLM cannot load its weights in place"):
         loader._stage(tmp_path)
-    assert loader.has_room(), "nothing was reloaded"
+    assert loader.has_room(False), "nothing was reloaded"
 
 
 def test_page_locked_memory_has_sizes_of_powers_of_two_and_is_kept_for_the_next_version(

@@ -139,8 +139,8 @@ class WeightLoader:
             weights = merge(read_adapter(folder), self._weights, base)
         else:
             weights = self._weights = Weights(folder)
-        if can_stage(self.vllm_config) and self.has_room():
-            in_host = not current_platform.is_cpu()
+        in_host = not current_platform.is_cpu()
+        if can_stage(self.vllm_config) and self.has_room(in_host):
             staged = Staged(model, weights, self.vllm_config, in_host)
             self._has_pinned = in_host
             self._weights.confirm()
@@ -159,16 +159,16 @@ class WeightLoader:
             )
         return weights
 
-    def has_room(self) -> bool:
-        """Whether the host has memory for the parts of all its workers once more."""
+    def has_room(self, in_host: bool) -> bool:
+        """Whether the host has memory for the parts of all its workers once more. `in_host`: see
+        Staged."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.platforms import current_platform
 
         parallel, free = self.vllm_config.parallel_config, memory_bytes()[1]
         # as before packing, which may leave nothing here
         layers = map(get_layerwise_info, self.model_runner.get_model().modules())
         sizes = [tensor.nbytes for layer in layers for tensor in layer.restore_metadata[0].values()]
-        if not current_platform.is_cpu():  # page-locked: torch makes powers of two of them
+        if in_host:  # page-locked: torch makes powers of two of them
             sizes = [1 << (size - 1).bit_length() for size in sizes]
         need = sum(sizes) * parallel.local_world_size * parallel.data_parallel_size_local
         if need > free and not (self._has_reloaded or self._has_pinned):
