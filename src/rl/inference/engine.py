@@ -95,7 +95,7 @@ class VersionedEngine(LoadingEngine):
 
     def bound_kept(self, output: Any) -> None:
         """Leaves of the kept ids in a step's output of a request what it wants. vLLM would hold
-        them until the answer ends, and without truncation they are a vocabulary for each token."""
+        them until the answer ends."""
         if (mask := output.new_sampling_mask) is None:
             return
         state = self.output_processor.request_states.get(output.request_id)
@@ -270,7 +270,7 @@ def of_prompt(entries: Any, token_ids: list[int]) -> bytes:
 
 def bound_top_k(params: SamplingParams, vocab_size: int) -> None:
     """Gives a request the top_k that vLLM's GPU runner wants of each while it returns kept ids.
-    What is sampled stays the same, but a greedy request draws among equal logits."""
+    What is sampled stays the same: of equal logits its top_k keeps the first, as greedy does."""
     if not params.temperature:
         params.temperature, params.top_k = 1.0, 1
     elif params.top_k <= 0:
