@@ -162,6 +162,13 @@ class Converter:
                     "have log-probabilities, but neither temperature nor versions: nothing "
                     "compares them with the trainer's"
                 ] += 1
+        if any(turn.logprobs and not turn.kept for turn in recorded) and self.config.truncates(
+            self.vocabulary or MAX_IDS, replayed=True
+        ):
+            self.counts[
+                "do not say which ids top_p, top_k or min_p kept: if they were sampled so, ratios "
+                "to their sampler are below 1: record them again"
+            ] += 1
         rollout = Rollout(
             turns=Turns.of(turns),
             text=line.messages,
