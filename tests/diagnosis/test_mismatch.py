@@ -10,7 +10,7 @@ from rl.config.stored import stored_config
 from rl.diagnosis.mismatch import BINS, MAX_STEPS, stretches
 from rl.diagnosis.waits import diagnose
 from rl.records.run import Run
-from rl.run_dir.numbers import write_token_log
+from rl.run_dir.numbers import CLIPPED, FIRST, read_token_log, write_token_log
 from rl.wire.messages import KeptTokens, TrainedSpan, TrainingSample
 from rl.wire.parity import clear_rises
 from tests.records.made import make_run, note, write_noisy, write_samples
@@ -234,9 +234,21 @@ def test_only_the_newest_steps_are_read(run_dir, monkeypatch):
     assert read() == sum(range(4, 12)) - 9 - 10
     monkeypatch.setattr("rl.diagnosis.mismatch.MAX_BYTES", 1)
     assert read() == 11
+
+
+def test_of_several_minibatches_the_first_counts(run_dir):
+    """Regression: none did, although the first was scored by the trained version itself."""
     text = run_dir.config.read_text()
     run_dir.config.write_text(text.replace("minibatches = 1", "minibatches = 2"))
-    assert read() == 0
+    write_noisy(run_dir, 5, [[(100, 200)]] * 4, lambda *_: NOISE)
+    assert not tables(run_dir)  # of an older version, whose log does not say which these are
+    columns = read_token_log(run_dir.tokens(5), 800)
+    columns["flags"] = np.repeat(np.array([CLIPPED, FIRST, FIRST + CLIPPED, 0], np.uint8), 200)
+    columns["trainer_logprobs"][:200] = columns["trainer_logprobs"][600:] = -9.0
+    write_token_log(run_dir.tokens(5), columns)
+    (depth,) = tables(run_dir).values()
+    assert [(row.first, row.tokens) for row in depth] == [(0, 56), (128, 256), (256, 88)]
+    assert max(row.kl for row in depth) < 0.01
 
 
 def test_old_versions_do_not_count(run_dir):

@@ -10,7 +10,9 @@ from torch import nn
 
 pytest.importorskip("vllm")
 
-from rl.inference.staging import exchange
+from vllm.config import VllmConfig
+
+from rl.inference.staging import Staged, exchange
 
 
 class Layer(nn.Module):
@@ -37,3 +39,17 @@ def test_what_is_replaced_goes_at_once_and_not_when_garbage_is_collected():
         gc.enable()
     assert before[0].data_ptr() == memory[1] and live.weight.data_ptr() == memory[2]
     assert live.weight.tolist() == [2.0] * 4 and live.weight.weight_loader.__self__ is live
+
+
+def test_what_a_copy_into_place_borrows_is_given_back_once_all_is_in_place(monkeypatch):
+    """On a GPU, which a trainer may share: torch would keep a block as large as the largest
+    layer, in addition to what vLLM has measured."""
+    pairs, given_back = [(Layer(1.0), Layer(2.0)) for _ in range(2)], []
+    monkeypatch.setattr(
+        "torch.cuda.empty_cache",
+        lambda: given_back.append([live.weight.tolist() for live, _ in pairs]),
+    )
+    staged = Staged.__new__(Staged)
+    staged.config, staged.in_host, staged.twins = VllmConfig(), True, dict(pairs)
+    staged.put_in_place()
+    assert given_back == [[[2.0] * 4] * 2] and not any(twin._parameters for _, twin in pairs)

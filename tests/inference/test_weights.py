@@ -78,14 +78,38 @@ def test_a_host_without_memory_for_a_second_copy_reads_in_the_pause_and_says_so(
         "generation pauses" in capsys.readouterr().err
     )
     monkeypatch.setattr("rl.inference.worker.memory_bytes", lambda: (4 << 30, 4 << 30))
-    assert not loader.has_room(), (
+    assert not loader.has_room(False), (
         "a second set of modules made after a reload would load nothing, in silence"
     )
     # its experts and sinks would stay those of the version before
     layer.__class__ = type("GptOssForCausalLM", (torch.nn.Linear,), {})
     with run_error("GptOssForCausalLM: vLLM cannot load its weights in place"):
         loader._stage(tmp_path)
-    assert loader.has_room(), "nothing was reloaded"
+    assert loader.has_room(False), "nothing was reloaded"
+
+
+def test_page_locked_memory_has_sizes_of_powers_of_two_and_is_kept_for_the_next_version(
+    tmp_path, monkeypatch
+):
+    """On a GPU. Regression: the second version found no room beside the first one's memory, which
+    torch keeps for it, and from then on weights were read while generation paused."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    save_file(GOOD, tmp_path / "model.safetensors")
+    layer, free = torch.nn.Linear(1, 1), [1000, 1024, 0]
+    tensor = torch.empty(513, dtype=torch.uint8, device="meta")
+    get_layerwise_info(layer).restore_metadata = ({"weight": tensor}, {})
+    monkeypatch.setattr("rl.inference.worker.memory_bytes", lambda: (1 << 30, free.pop(0)))
+    monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
+    monkeypatch.setattr("rl.inference.staging.Staged", lambda *_: "staged")
+    monkeypatch.setattr("rl.inference.staging.can_stage", lambda _: True)
+    parallel = SimpleNamespace(local_world_size=1, data_parallel_size_local=1)
+    for rooms in ([False], [True, True]):
+        loader = WeightLoader()
+        loader.model_config = SimpleNamespace(model="")
+        loader.model_runner = SimpleNamespace(get_model=lambda: layer)
+        loader.vllm_config = SimpleNamespace(parallel_config=parallel)
+        assert [loader._stage(tmp_path) == "staged" for _ in rooms] == rooms
 
 
 def loaded(folder: Path, kinds: dict[str, tuple[dict, list[int], bool]]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rl.config.run import RLConfig
 from rl.launch.children import Children
 from rl.launch.roles import command, roles
 from rl.run_dir.paths import RunDir
@@ -155,3 +156,15 @@ def test_on_a_shared_gpu_the_trainer_starts_when_the_server_has_its_memory(
     keys and values, or died when it was freed."""
     found = roles(config(*args), RunDir(tmp_path, tmp_path / "weights"), divide(gpus, *args))
     assert found[-1].name == "trainer" and found[-1].after_server == after_server
+
+
+@pytest.mark.parametrize(("gpus", "after_server"), [(1, True), (2, False)])
+def test_on_a_shared_gpu_a_service_that_trains_waits_for_the_server_too(
+    tmp_path, gpus, after_server
+):
+    service = RLConfig.model_validate({"serve": True})
+    processes = roles(service, RunDir(tmp_path, tmp_path / "weights"), divide(gpus))
+    assert [(role.name, role.after_server) for role in processes] == [
+        ("inference", False),
+        ("tinker", after_server),
+    ]

@@ -32,6 +32,7 @@ from rl.launch.run import (
 )
 from rl.run_dir.access_token import page_secret
 from rl.run_dir.lease import LockOwner, lease_path
+from rl.run_dir.metrics import read_metrics
 from rl.run_dir.paths import RunDir
 from rl.run_dir.spans import read_events
 from rl.system import sandbox
@@ -122,7 +123,8 @@ class Run:
         environment = "--orchestrator.environment.id say-digit --orchestrator.environment.name e"
         base = f"--name r --max_steps 3 --output_dir {self.tmp}/outputs"
         command_line = [sys.executable, "-c", code, *flags(environment, base, *args)]
-        env = os.environ | {"PYTHONPATH": str(ENVIRONMENTS)}
+        paths = f"{ENVIRONMENTS}:{os.environ.get('PYTHONPATH', ENVIRONMENTS)}"
+        env = os.environ | {"PYTHONPATH": paths}
         process = subprocess.Popen(
             command_line,
             cwd=self.tmp,
@@ -644,12 +646,18 @@ def test_wandb_offline_gets_every_step_once(rl, monkeypatch):
     monkeypatch.setenv("JUDGE_API_KEY", "assistant: 2")
     code, _, err = rl("--wandb.tags", '["sums"]', "--wandb.group sweep")
     assert code == 0, err
-    state = json.loads((rl.root / "wandb.json").read_text())
-    sources = ("eval/e", "orchestrator", "trainer", "rl", "rollouts")
-    assert state["sent"] == dict.fromkeys(sources, 3)
+
+    def check_sent():
+        *_, totals = read_metrics(rl.run_dir.metrics, "rl").values()
+        steps = dict.fromkeys(("eval/e", "orchestrator", "trainer", "rollouts"), 3)
+        state = json.loads((rl.root / "wandb.json").read_text())
+        assert state["sent"] == steps | {"rl": totals["time"]}
+        return state["id"]
+
+    name = check_sent()
     (table,) = (rl.root / "wandb").glob("offline-run-*/files/media/table/rollouts_*.table.json")
     row = [None, "e", None, 1, 0, 1.0, 0.5, None, None, "trained", "user: 1+1?\n[$JUDGE_API_KEY]"]
     assert json.loads(table.read_bytes())["data"] == [row]
     code, _, err = rl("--wandb --resume", orchestrator="", trainer="")
     assert code == 0, err
-    assert json.loads((rl.root / "wandb.json").read_text()) == state
+    assert check_sent() == name

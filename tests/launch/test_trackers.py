@@ -84,6 +84,34 @@ def test_each_of_several_evaluations_is_sent_to_wandb_once(run_dir):
     assert sent == [{"step": 10, f"eval/{name}/reward_mean": 0.5} for name in ("a", "b")]
 
 
+COSTS = [
+    {"step": step, "time": 1_790_000_000.5 + seconds, "source": "rl", "cost/machine_s": seconds}
+    for step, seconds in ((1, 1.0), (2, 2.0), (2, 2.25))
+]
+
+
+def test_totals_at_the_end_of_a_run_are_sent_to_wandb_once_though_their_step_was(run_dir):
+    """Regression: the total there was that of the last step."""
+    config, sent = RLConfig(wandb=WandbConfig()), list[dict[str, object]]()
+    for _ in range(2):  # a start, and a resume
+        log = WandbLog(config, run_dir)
+        log.run = SimpleNamespace(log=sent.append, finish=lambda exit_code: None)
+        log.send([*LINES, *COSTS[:2]])
+        log.send(COSTS[2:])
+        log.close(0)
+    totals = [(line["step"], line["cost/machine_s"]) for line in sent if "cost/machine_s" in line]
+    assert totals == [(1, 1.0), (2, 2.0), (2, 2.25)]
+    assert len(sent) == len(LINES) + len(COSTS)
+
+
+def test_totals_at_the_end_of_a_run_are_in_event_files(run_dir):
+    log = Trackers(RLConfig(tensorboard=True), run_dir, print)
+    log.send(COSTS)
+    log.close(0)
+    (file,) = run_dir.tensorboard.iterdir()
+    assert scalars(file) == {"cost/machine_s": [(1, 1.0), (2, 2.0), (2, 2.25)]}
+
+
 def test_a_wandb_that_does_not_answer_is_waited_for_a_minute_and_named_with_the_remedy(
     run_dir, monkeypatch
 ):

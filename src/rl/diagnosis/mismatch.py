@@ -14,7 +14,7 @@ import numpy as np
 
 from rl.diagnosis.problems import MismatchRow, Problem
 from rl.diagnosis.state import RunState
-from rl.run_dir.numbers import MAX_LOG_RATIO, SUFFIX, read_token_log
+from rl.run_dir.numbers import FIRST, MAX_LOG_RATIO, SUFFIX, read_token_log
 from rl.run_dir.paths import RunDir, numbers
 from rl.system.errors import RunError
 from rl.wire.batch_file import decode_batch
@@ -62,20 +62,21 @@ def mismatch_by_place(state: RunState) -> tuple[list[MismatchRow], list[Problem]
     """Returns mismatch KL in a run's newest steps by place, and a problem if it clearly rises.
     Leaves out kinds of place of which all tokens are in the first bin.
 
-    Both are empty without tokens of the trained version, and with several minibatches: the token
-    log has most of their tokens after an optimizer step, which is no mismatch.
+    Both are empty without tokens of the trained version. Of several minibatches only the first
+    counts: the token log has the others after an optimizer step, which is no mismatch.
     """
     run_dir, config, left = state.run_dir, state.config, MAX_BYTES
+    has_others = config.trainer.minibatches > 1
     chunk, sums = UNKNOWN, [np.zeros((3, 0, BINS, 3))]
     for event in state.events:
         chunk = event.prefill_tokens or chunk
-    steps = numbers(run_dir.tokens_dir, SUFFIX) if config.trainer.minibatches == 1 else []
+    steps = numbers(run_dir.tokens_dir, SUFFIX)
     for step in steps[: -MAX_STEPS - 1 : -1]:
         with suppress(RunError, OSError):  # of damaged files, which others report
             left -= run_dir.batch(step).stat().st_size
             if left >= 0 or not sums[1:]:
                 changed = run_dir.tokens(step).stat().st_mtime_ns
-                sums.append(step_sums(run_dir, step, chunk, changed))
+                sums.append(step_sums(run_dir, step, chunk, has_others, changed))
     rows, rises, limit = list[MismatchRow](), list[Any](), RUN_LIMITS[config.model.dtype].kl
     for kind, by_bin in zip(KINDS, np.concatenate(sums, axis=1), strict=True):
         if by_bin[:, 1:].any():
@@ -93,10 +94,13 @@ def mismatch_by_place(state: RunState) -> tuple[list[MismatchRow], list[Problem]
 
 
 @lru_cache(2 * MAX_STEPS)
-def step_sums(run_dir: RunDir, step: int, chunk: int, _changed: int) -> np.ndarray:
+def step_sums(
+    run_dir: RunDir, step: int, chunk: int, has_others: bool, _changed: int
+) -> np.ndarray:
     """Returns [3, S, BINS, 3] of a batch's S samples: for each of KINDS the number of tokens of the
     trained version, the sum of their k3, and that of their entropies, in nats. chunk: the most
-    tokens that the server computes at once.
+    tokens that the server computes at once. has_others: leaves out tokens that were not scored
+    before the batch's first optimizer step.
 
     Raises CorruptFileError, RunError or OSError.
     """
@@ -107,7 +111,10 @@ def step_sums(run_dir: RunDir, step: int, chunk: int, _changed: int) -> np.ndarr
     columns = read_token_log(run_dir.tokens(step), length.sum())
     logprobs = np.concatenate([sample.logprobs for sample in samples], dtype=np.float64)
     x = np.clip(columns["trainer_logprobs"] - logprobs, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-    values = np.where(np.isnan(x), 0.0, [x**0, np.expm1(x) - x, columns["entropies"]])
+    is_unknown = np.isnan(x)
+    if has_others:
+        is_unknown |= columns["flags"] & FIRST == 0
+    values = np.where(is_unknown, 0.0, [x**0, np.expm1(x) - x, columns["entropies"]])
     totals = np.add.reduceat(values, length.cumsum() - length, axis=1) * (version == step - 1)
     sums = np.zeros((3, len(samples), BINS, 3))
     np.add.at(sums, (np.arange(3)[:, None], sample, table[3:]), totals.T)

@@ -103,6 +103,7 @@ class Staged:
                 # the device has room for the second set of one module
                 for tensors in (twin._parameters, twin._buffers):
                     tensors.clear()
+        torch.cuda.empty_cache()  # the trainer may share the device
 
 
 def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -44,6 +44,8 @@ class WeightLoader:
     """The files that the staged weights come from."""
     _has_reloaded: bool = False
     """The host had no memory for a second copy of the weights."""
+    _has_pinned: bool = False
+    """A second copy had page-locked memory, which torch keeps for the next one."""
 
     def begin(self, server_pid: int, server_place: str) -> bool:
         """Prepares the worker before the first request. Returns whether it is on the server's
@@ -139,9 +141,10 @@ class WeightLoader:
             weights = merge(read_adapter(folder), self._weights, base)
         else:
             weights = self._weights = Weights(folder)
-        if can_stage(self.vllm_config) and self.has_room():
-            in_host = not current_platform.is_cpu()
+        in_host = not current_platform.is_cpu()
+        if can_stage(self.vllm_config) and self.has_room(in_host):
             staged = Staged(model, weights, self.vllm_config, in_host)
+            self._has_pinned = in_host
             self._weights.confirm()
             return staged
         if (name := type(model).__name__) in NOT_IN_PLACE:
@@ -158,20 +161,19 @@ class WeightLoader:
             )
         return weights
 
-    def has_room(self) -> bool:
-        """Whether the host has memory for the parts of all its workers once more."""
+    def has_room(self, in_host: bool) -> bool:
+        """Whether the host has memory for the parts of all its workers once more. `in_host`: see
+        Staged."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         parallel, free = self.vllm_config.parallel_config, memory_bytes()[1]
         # as before packing, which may leave nothing here
         layers = map(get_layerwise_info, self.model_runner.get_model().modules())
-        tensors = [tensor for layer in layers for tensor in layer.restore_metadata[0].values()]
-        need = (
-            sum(tensor.nbytes for tensor in tensors)
-            * parallel.local_world_size
-            * parallel.data_parallel_size_local
-        )
-        if need > free and not self._has_reloaded:
+        sizes = [tensor.nbytes for layer in layers for tensor in layer.restore_metadata[0].values()]
+        if in_host:  # page-locked: torch makes powers of two of them
+            sizes = [1 << (size - 1).bit_length() for size in sizes]
+        need = sum(sizes) * parallel.local_world_size * parallel.data_parallel_size_local
+        if need > free and not (self._has_reloaded or self._has_pinned):
             # For good: vLLM's reload leaves its own loaders in the records that a second set of
             # modules is made from.
             self._has_reloaded = True

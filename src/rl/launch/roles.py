@@ -87,9 +87,9 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
     trainer; of `rl serve` inference and the trainer of its clients. They find each other by their
     status files, in any order.
 
-    If inference and trainer share a GPU, the trainer waits until the server is up: while vLLM
-    starts, it attributes any loss of free memory to itself, and exits if free memory grows. With a
-    service for training and sampling, both are small processes that ask it.
+    If inference and the process that trains share a GPU, the latter waits until the server is up:
+    while vLLM starts, it attributes any loss of free memory to itself, and exits if free memory
+    grows. With a service for training and sampling, both are small processes that ask it.
     """
     training = division.trainer
     shares = {"inference": division.inference, "trainer": training, "tinker": training}
@@ -110,7 +110,7 @@ def roles(config: RLConfig, run_dir: RunDir, division: devices.Split) -> list[Ro
                 share.cores if share else None,
                 leaves_copy=name in ("inference", "orchestrator")
                 or (name == "trainer" and division.ranks == 1),
-                after_server=name == "trainer" and bool(shared),
+                after_server=share is training and bool(shared),
             )
         )
     return started

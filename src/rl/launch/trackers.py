@@ -45,15 +45,16 @@ def values_of(line: Line) -> Line:
 
 
 class Sent(msgspec.Struct):
-    """The content of wandb.json: the id of the W&B run, and the newest step sent of each stream."""
+    """The content of wandb.json: the id of the W&B run, and the newest `order_of` sent of each
+    stream."""
 
     id: str = ""
-    sent: dict[str, int] = {}
+    sent: dict[str, float] = {}
 
 
 class WandbLog:
-    """Sends each step of each stream once, even across resumes: wandb.json in the run directory has
-    the W&B run's id and the steps sent.
+    """Sends each step of each stream once, and each line of totals, even across resumes: wandb.json
+    in the run directory has the W&B run's id and what was sent.
 
     The table has the first rollouts of the newest step.
     """
@@ -96,13 +97,13 @@ class WandbLog:
         self._save()
 
     def send(self, lines: list[Line]) -> None:
-        """Sends the lines of steps that have not been sent yet."""
+        """Sends the lines that have not been sent yet."""
         progress = dict(self.sent)
-        new = [line for line in lines if line["step"] > self.sent.get(stream_of(line), -1)]
+        new = [line for line in lines if order_of(line) > self.sent.get(stream_of(line), -1)]
         for line in new:
             self.run.log(values_of(line) | {"step": line["step"]})
             stream = stream_of(line)
-            progress[stream] = max(progress.get(stream, -1), line["step"])
+            progress[stream] = max(progress.get(stream, -1), order_of(line))
         self.sent = progress
         if new:
             if time.monotonic() - self.table_at > TABLE_S:
@@ -114,7 +115,7 @@ class WandbLog:
         import wandb
 
         self.table_at = time.monotonic()
-        step = self.sent.get("orchestrator", 0)
+        step = int(self.sent.get("orchestrator", 0))
         if step <= self.sent.get(TABLE, 0):
             return
         rows: list[Any] = list(islice(table_rows(self.run_dir, step), self.settings.rollouts))
@@ -148,6 +149,12 @@ def stream_of(line: Line) -> str:
     )
 
 
+def order_of(line: Line) -> float:
+    """Returns what rises from line to line of a stream: the step, or of the totals of `rl`, which
+    writes a last line after the last step, the time."""
+    return line["time" if line["source"] == "rl" else "step"]
+
+
 def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:
     """Yields the rollouts of a step as rows of FIELDS, fate and conversation, with secrets
     redacted."""
@@ -160,8 +167,8 @@ def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:
 
 class TensorboardLog:
     """Writes event files in `tensorboard/` of the run. Each start rewrites them from
-    metrics.jsonl, and no step of a metric is in them twice: of a step that was trained again after
-    a crash they have the first values."""
+    metrics.jsonl, and no step of a metric is in them twice, but of totals: of a step that was
+    trained again after a crash they have the first values."""
 
     failures = (OSError,)
 
@@ -173,8 +180,8 @@ class TensorboardLog:
                 f"{PACKAGE}`, or the extra `tensorboard`"
             )
         self.folder = run_dir.tensorboard
-        self.sent: dict[str, int] = {}
-        """The last step of each metric."""
+        self.sent: dict[str, float] = {}
+        """The last `order_of` of each metric."""
 
     def start(self) -> None:
         # Not SummaryWriter: a full disk kills its thread, and then every write waits for that
@@ -186,20 +193,22 @@ class TensorboardLog:
         self.writer = EventsWriter(str(self.folder / "events"))
 
     def send(self, lines: list[Line]) -> None:
-        """Writes the values of these lines at their steps and times, but for steps that a metric
-        already has."""
+        """Writes the values of these lines at their steps and times, but for what a metric already
+        has."""
         # made by protobuf at import
         from tensorboardX.proto.event_pb2 import Event  # ty: ignore[missing-module-member]
         from tensorboardX.proto.summary_pb2 import Summary  # ty: ignore[missing-module-member]
 
         for line in lines:
-            values, step = values_of(line), line["step"]
-            new = [key for key in values if step > self.sent.get(key, -1)]
-            self.sent |= dict.fromkeys(new, step)
+            values, order = values_of(line), order_of(line)
+            new = [key for key in values if order > self.sent.get(key, -1)]
+            self.sent |= dict.fromkeys(new, order)
             summary = Summary(
                 value=[Summary.Value(tag=key, simple_value=values[key]) for key in new]
             )
-            self.writer.write_event(Event(wall_time=line.get("time"), step=step, summary=summary))
+            self.writer.write_event(
+                Event(wall_time=line.get("time"), step=line["step"], summary=summary)
+            )
         self.writer.flush()
 
     def close(self, exit_code: int) -> None:

@@ -71,9 +71,7 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
         settings.inference_timeout_s,
         expected,
     )
-    teachers = make_teachers(
-        settings.teacher, {env.label: env.teacher for env in settings.environment}
-    )
+    teachers = make_teachers(settings)
     try:
         status.enter(Phase.LOADING_ENVIRONMENTS, address=server.address)
         setups = worker_setups(
@@ -93,8 +91,7 @@ async def run(config: RLConfig, status: Status, model_path: str, homes: Homes) -
             raise RunError("\n".join(faults))
         for teacher in dict.fromkeys(teachers.values()):
             status.enter(Phase.WAITING_FOR_TEACHER, detail=teacher.url)
-            chat = next(sizes.chat for sizes in ready.values() if sizes.chat)
-            for text in await teacher.check(config, model_path, chat):
+            for text in await teacher.check(config, model_path, ready):
                 status.warn(RunWarning("template", "", text))
         status.enter(Phase.WAITING_FOR_INFERENCE)
         evaluator = Evaluator(config, pool, eval_envs(config, ready), StepClock())

@@ -4,8 +4,8 @@ logs. Commands that must start fast import this lazily: numpy takes 0.1 s.
 `tokens/000012.safetensors` has the values that the trainer computed at each trained token of batch
 12, in the order of the batch's samples. Columns [n], one entry per token with loss_mask True:
 `trainer_logprobs` (float32, nats, when the token was first trained), `entropies` (float16, nats),
-`flags` (uint8: the bits CLIPPED, MASKED, LATER), and with a reference model `reference_logprobs`
-(float32, nats). The sampler's log-probabilities are in the batch.
+`flags` (uint8: the bits CLIPPED, MASKED, LATER, FIRST), and with a reference model
+`reference_logprobs` (float32, nats). The sampler's log-probabilities are in the batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -206,9 +206,10 @@ SUFFIX = ".safetensors"
 MAX_LOG_RATIO = 10.0
 """The trainer's clamp of log r in nats: e^10 = 22026 is far beyond every sensible mask and far
 within the range of float32."""
-CLIPPED, MASKED, LATER = 1, 2, 4
+CLIPPED, MASKED, LATER, FIRST = 1, 2, 4, 8
 """Bits: the loss's own clip left the token without gradient; a mask on the ratio left it out of
-the loss; either happened in a later epoch. MASKED is thus narrower than the metric
+the loss; either happened in a later epoch; it was scored before the batch's first optimizer step
+(older versions do not say so). MASKED is thus narrower than the metric
 `masked_fraction`, which counts the clipped tokens as well."""
 
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 
@@ -17,15 +17,18 @@ from rl.commands.play_session import PlaySession
 from rl.config.command_line import to_toml
 from rl.config.run import RLConfig
 from rl.launch.children import Children
+from rl.models.probes import CHAT
 from rl.models.tiny import make_tiny_model
 from rl.run_dir.files import write_file
 from rl.wire.batch_file import write_batch
 from rl.wire.messages import TrainBatch
 from rl.wire.parity import ScoredToken
-from rl.wire.worker_messages import Ready
+from rl.wire.worker_messages import Ready, RenderedChat
 from tests.commands.driver import ENVIRONMENTS
 from tests.families import UNTIED
 from tests.flags import flags, made
+from tests.orchestrator.stub_teacher import StubTeacher
+from tests.web import serving
 
 pytestmark = pytest.mark.usefixtures("classic_home")  # the doctor makes none
 DOCTOR = [sys.executable, "-m", "rl.main", "doctor"]
@@ -120,6 +123,44 @@ def test_what_a_run_refuses_the_doctor_refuses(tmp_path, children, monkeypatch):
     assert found["template"].text.startswith("no end: give the ")
 
 
+@pytest.mark.parametrize(
+    ("sense", "has_model", "checks"),
+    [
+        (3.0, True, ["ok    teacher      {} scores text"]),
+        (
+            0.1,
+            True,
+            ["FAIL  teacher      teacher {} gives a token of plain text -0.5 nats on average"],
+        ),
+        (0.1, False, []),  # what to send is not known
+        (0.0, True, []),  # the server is down, as `servers` says
+    ],
+)
+def test_a_teacher_that_a_run_refuses_the_doctor_refuses(
+    tmp_path, children, monkeypatch, sense, has_model, checks
+):
+    """Regression: whoever accepted connections passed."""
+    monkeypatch.syspath_prepend(ENVIRONMENTS)
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    model = make_tiny_model(tmp_path / "tiny") if has_model else None
+    chat = RenderedChat(CHAT, [*range(3, 60)], {0, 1, 2}) if has_model else None
+
+    @asynccontextmanager
+    async def loaded(*_args, **_options):
+        yield PlaySession(None, {"say-digit": Ready(4, 0, chat=chat)}, config, None)
+
+    monkeypatch.setattr(configuration, "play_session", loaded)
+    with serving(StubTeacher(sense=sense)) if sense else nullcontext() as stub:
+        url = stub.url if stub else "http://127.0.0.1:9/v1"
+        config = made(
+            f"--orchestrator.environment.id say-digit --orchestrator.teacher.base_url {url}"
+        )
+        environment, *others = configuration.environments(config, model, tmp_path, children)
+    assert environment.level == "ok"
+    results = [str(check).split(",")[0] for check in others if check.name == "teacher"]
+    assert results == [check.format(url) for check in checks]
+
+
 def test_a_smoke_that_fails_says_what_the_process_said(tmp_path, children, monkeypatch):
     model = make_tiny_model(tmp_path / "tiny")
     dies = [sys.executable, "-c", "print('libgomp is missing'); raise SystemExit(5)"]
@@ -176,7 +217,7 @@ def test_parity_of_a_model(tmp_path):
     found = doctor(f"--parity {model} --dtype float32 --tokens 24 --model.max_model_len 256")
     assert found.returncode == 0, found.stderr
     lines = found.stdout.splitlines()
-    assert lines[0] == "float32 (limits: kl 1e-06, max |d| 0.0001)"
+    assert lines[0] == "float32 (limits: kl 1e-06, mean |d| 0.0001)"
     assert lines[-1] == "  trainer and inference agree"
     for line, temperature in zip(lines[2:4], (1.0, 0.7), strict=True):
         cells = [float(cell) for cell in line.split()[:5]]

@@ -6,13 +6,13 @@ import pytest
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from rl.config.orchestrator import TeacherConfig
+from rl.config.orchestrator import EnvConfig, OrchestratorConfig, TeacherConfig
 from rl.config.run import RLConfig
 from rl.models import probes
 from rl.orchestrator.batches.contents import group_samples
 from rl.orchestrator.groups.teacher import Teacher, make_teachers
 from rl.wire.rollouts import Group, Rollout
-from rl.wire.worker_messages import RenderedChat
+from rl.wire.worker_messages import Ready, RenderedChat
 from tests.orchestrator.made import turn
 from tests.orchestrator.stub_teacher import StubTeacher, logprob
 from tests.raised import run_error
@@ -133,7 +133,7 @@ def check(model, ours):
 
         async def act(teacher, stub):
             stub.answers = list(answers)
-            warnings = await teacher.check(config, str(model), chat)
+            warnings = await teacher.check(config, str(model), {"e": Ready(1, 1, chat=chat)})
             return teacher.model, warnings
 
         return against(stub, act, **options)
@@ -219,8 +219,11 @@ def test_a_key_is_not_sent_where_others_can_read_it(monkeypatch, url, settings, 
 
 def test_environments_share_a_teacher_or_have_their_own():
     default, other = TeacherConfig(base_url="http://a/v1"), TeacherConfig(base_url="http://b/v1")
-    teachers = make_teachers(
-        default, {"x": None, "y": other, "z": TeacherConfig(base_url="http://a/v1")}
-    )
+    again = TeacherConfig(base_url="http://a/v1")
+    envs = [
+        EnvConfig(id="e", name=name, teacher=teacher)
+        for name, teacher in {"x": None, "y": other, "z": again}.items()
+    ]
+    teachers = make_teachers(OrchestratorConfig(environment=envs, teacher=default))
     assert teachers["x"] is teachers["z"] and teachers["y"].url == "http://b/v1"
-    assert list(make_teachers(None, {"x": None, "y": other})) == ["y"]
+    assert list(make_teachers(OrchestratorConfig(environment=envs[:2]))) == ["y"]

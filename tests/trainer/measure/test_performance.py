@@ -155,12 +155,12 @@ def test_a_part_has_the_seconds_that_the_gpu_computes_in_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("trainer", "inference", "share"),
-    [([0], [0], 0.5875), ([0], [1], None), ([0], 0, None), (None, None, None)],
+    [([0], [0], 0.575), ([0], [1], None), ([0], 0, None), (None, None, None)],
 )
 def test_on_a_shared_gpu_the_trainer_leaves_alone_what_is_vllms(
     monkeypatch, trainer, inference, share
 ):
-    """80 GiB, of which vLLM has 40 % and a GiB is no tensor's."""
+    """80 GiB, of which vLLM has 40 % and a GiB of each process is no tensor's."""
     limits = []
     monkeypatch.setattr(
         "torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GIB)
@@ -227,6 +227,7 @@ def test_the_error_of_the_allocator_is_explained_and_others_are_not(tied_folder,
     )
     assert "can't allocate memory" in said
     assert "in the mode blocks. What helps: trainer.micro_batch_tokens" in said
+    assert "a smaller inference.vllm.gpu_memory_utilization leaves more of a GPU" in said
     with (
         pytest.raises(RunError, match=r"CUDA out of memory\. Tried"),
         explain_out_of_memory(model, rows, world),

@@ -14,8 +14,9 @@ import rl.wire.parity
 from rl.config.trainer import TokenLogConfig
 from rl.run_dir.files import CorruptFileError
 from rl.run_dir.lease import hold_role
-from rl.run_dir.numbers import CLIPPED, LATER, MASKED, read_token_log, write_token_log
+from rl.run_dir.numbers import CLIPPED, FIRST, LATER, MASKED, read_token_log, write_token_log
 from rl.run_dir.paths import RunDir, numbers
+from rl.trainer.data.packing import cut
 from rl.trainer.loss.common import LossTerms
 from rl.trainer.measure.statistics import Statistics, TokenFiles, quantile, to_bin
 from rl.trainer.model.head import Scores
@@ -126,7 +127,10 @@ def test_tokens_are_in_the_order_of_the_samples_whatever_the_packing(tied_folder
     )
     assert kept.columns["entropies"].dtype == np.float16
     outside = (ratio < low * (1 - 1e-5)) | (ratio > high * (1 + 1e-5))
-    assert np.array_equal(kept.columns["flags"] == MASKED, outside) and 0 < outside.mean() < 0.5
+    assert (
+        np.array_equal(kept.columns["flags"] == MASKED + FIRST, outside)
+        and 0 < outside.mean() < 0.5
+    )
     assert set(kept.columns) == {"trainer_logprobs", "entropies", "flags"}
 
 
@@ -146,6 +150,20 @@ def test_later_epochs_add_only_that_a_token_was_stopped(tied_folder, world):
     # of the first pass: it is the policy itself
     assert later.mean() > 0.2 and not (second.columns["flags"] & CLIPPED).any()
     assert (first.columns["flags"] & LATER == 0).all()
+    assert (second.columns["flags"] & FIRST > 0).all()
+
+
+def test_the_log_says_which_tokens_were_scored_before_the_first_optimizer_step(tied_folder, world):
+    batch = the_batch()
+    context, config = learner_of(tied_folder, world, minibatches=2, epochs=2)
+    context.token_files = kept = Columns()
+    train(context, config, batch)
+    first = cut(batch, 2, config.seed)[0]
+    expected = [
+        [number in first] * sample.num_trained for number, sample in enumerate(batch.samples)
+    ]
+    assert np.array_equal(kept.columns["flags"] & FIRST > 0, np.concatenate(expected))
+    assert 0 < len(first) < len(batch.samples)
 
 
 def columns(length: int) -> dict[str, np.ndarray]:

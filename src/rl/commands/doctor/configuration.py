@@ -21,6 +21,7 @@ from rl.homes.resolve import homes_of, unmade
 from rl.launch import devices
 from rl.launch.children import Children
 from rl.launch.prepare import REMEDY, is_run_or_free
+from rl.orchestrator.groups.teacher import make_teachers
 from rl.orchestrator.workers.setups import task_faults
 from rl.run_dir.access_token import given_token
 from rl.system.errors import ConfigError, RunError
@@ -91,8 +92,9 @@ def division(config: RLConfig) -> Check:
         return f"{gpus}{len(share.cores)} cores"
 
     text = f"trainer {describe(split.trainer)}, {split.ranks} rank{'s' if split.ranks > 1 else ''}"
-    inference = f"; inference {describe(split.inference)}" if config.starts_inference else ""
-    return Check("devices", "ok", f"{text}{inference}")
+    if config.starts_inference:
+        text += f"; inference {describe(split.inference)}"
+    return Check("devices", "ok", text)
 
 
 def exposed(config: RLConfig) -> Iterable[Check]:
@@ -111,20 +113,26 @@ def exposed(config: RLConfig) -> Iterable[Check]:
 def servers(config: RLConfig) -> Iterable[Check]:
     """Checks the servers that the run uses but does not start."""
     orchestrator = config.orchestrator
-    envs = orchestrator.entries.values()
-    teachers = [orchestrator.teacher, *(env.teacher for env in orchestrator.environment)]
-    named = [("orchestrator.inference_urls", url) for url in orchestrator.inference_urls]
-    named += [("the teacher's base_url", teacher.base_url) for teacher in teachers if teacher]
-    named += [("head_server", env.head_server) for env in envs if env.head_server]
-    for key, url in dict.fromkeys(named):
-        address = urlsplit(url if "//" in url else f"//{url}")
-        try:
-            port = address.port or (443 if address.scheme == "https" else 80)
-            socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
-            yield Check("servers", "ok", f"{url} accepts connections")
-        except (OSError, ValueError) as error:
-            remedy = "start that server first, or fix the address"
-            yield Check("servers", "FAIL", f"{key} = {url}: {error}; {remedy}")
+    keys = dict.fromkeys(orchestrator.inference_urls, "orchestrator.inference_urls")
+    keys |= {
+        teacher.url: "the teacher's base_url" for teacher in make_teachers(orchestrator).values()
+    }
+    keys |= {
+        env.head_server: "head_server" for env in orchestrator.entries.values() if env.head_server
+    }
+    yield from map(connection, keys, keys.values())
+
+
+def connection(url: str, key: str = "") -> Check:
+    """Checks that the server that setting `key` names accepts connections."""
+    address = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        socket.create_connection((address.hostname or "", port), timeout=CONNECT_S).close()
+        return Check("servers", "ok", f"{url} accepts connections")
+    except (OSError, ValueError) as error:
+        text = f"{key} = {url}: {error}; start that server first, or fix the address"
+        return Check("servers", "FAIL", text)
 
 
 def wandb() -> Check:
@@ -168,9 +176,9 @@ def sizes(config: RLConfig, model: Path) -> Iterable[Check]:
         text = (
             f"{count / 1e6:.0f}M weights need about {need:.0f} GiB on a CPU; {size(free)} are free"
         )
-        remedy = "use a smaller model, trainer.lora, or a larger machine"
-        lacks = need * GIB > free
-        yield Check("memory", "warn" if lacks else "ok", f"{text}: {remedy}" if lacks else text)
+        if lacks := need * GIB > free:
+            text += ": use a smaller model, trainer.lora, or a larger machine"
+        yield Check("memory", "warn" if lacks else "ok", text)
     for need in needs(config, model):
         text = str(need) if need.fits else f"{need}: {DISK_REMEDY}"
         yield Check("disk", "ok" if need.fits else "warn", text)
@@ -198,10 +206,10 @@ def environments(
     config: RLConfig, model: Path | None, work: Path, children: Children
 ) -> Iterable[Check]:
     """Checks that each environment is installed, loads in a worker process, and has the tasks that
-    the run needs.
+    the run needs; and the teachers that are up, as the start of a run does.
 
     `model` is the folder of the model whose context the prompts must fit; None: they are not
-    measured.
+    measured, and teachers not checked.
     """
     config = config.model_copy(deep=True)
     for entry in config.orchestrator.entries.values():
@@ -226,9 +234,7 @@ def environments(
         return
     for name, ready in loaded.items():
         train = (
-            f"{ready.num_train} training examples"
-            if ready.num_train is not None
-            else "endless tasks"
+            "endless tasks" if ready.num_train is None else f"{ready.num_train} training examples"
         )
         held_out = "" if ready.num_eval is None else f", {ready.num_eval} for evaluation"
         yield Check("environment", "ok", f"{name}: {train}{held_out}")
@@ -236,6 +242,14 @@ def environments(
         yield Check("template", "warn", f"{fault}: {TEMPLATE_REMEDY}")
     for fault in task_faults(config, loaded):
         yield Check("tasks", "FAIL", fault)
+    for teacher in dict.fromkeys(make_teachers(config.orchestrator).values()):
+        if not model or connection(teacher.url).level == "FAIL":
+            continue  # `servers` says so
+        try:
+            text = "; ".join(asyncio.run(teacher.check_alone(config, model, loaded)))
+            yield Check("teacher", "warn" if text else "ok", text or f"{teacher.url} scores text")
+        except RunError as error:
+            yield Check("teacher", "FAIL", str(error))
     if not model:
-        why = "because the model is not on this machine"
-        yield Check("prompts", "warn", f"not measured against model.max_model_len, {why}")
+        text = "not measured against model.max_model_len: the model is not on this machine"
+        yield Check("prompts", "warn", text)

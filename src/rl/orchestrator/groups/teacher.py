@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from tokenizers import Tokenizer
 
-from rl.config.orchestrator import TeacherConfig
+from rl.config.orchestrator import OrchestratorConfig, TeacherConfig
 from rl.config.run import RLConfig
 from rl.models import probes
 from rl.orchestrator.batches.contents import is_trained
@@ -31,7 +31,7 @@ from rl.system.errors import RunError
 from rl.wire.http import RETRY_S, AwayError, HttpClient, RefusedError, describe_refusal
 from rl.wire.rollouts import Group, Rollout
 from rl.wire.turns import pack_logprobs, unpack_ids
-from rl.wire.worker_messages import RenderedChat
+from rl.wire.worker_messages import Ready, RenderedChat
 
 TRY_AGAIN = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed later."""
@@ -113,12 +113,17 @@ class Teacher:
         """Whether there is a key that is not sent because it could be read in transit."""
         self.headers = {"Authorization": f"Bearer {key}"} if key and not self.withheld else {}
 
-    async def check(self, config: RLConfig, model_path: str, chat: RenderedChat) -> list[str]:
+    async def check(
+        self, config: RLConfig, model_path: str | Path, environments: dict[str, Ready]
+    ) -> list[str]:
         """Waits until the server is up, then checks its model, its sequence length, its tokenizer,
         its chat template and its log-probabilities. Returns warnings.
 
+        environments: one of them has rendered the chat that the teacher scores.
+
         Raises RunError with the remedy.
         """
+        chat = next(ready.chat for ready in environments.values() if ready.chat)
         max_model_len = config.model.max_model_len
         served = await self._ask(
             "GET", f"{self.url}/models", None, lambda content: decode(content, ServedModels).data
@@ -147,6 +152,13 @@ class Teacher:
         warnings += await self._check_template(chat, config.renderer.enable_thinking)
         self.checked = True
         return warnings
+
+    async def check_alone(self, *run: Any) -> list[str]:
+        """Like `check`, of a teacher that is asked nothing else."""
+        try:
+            return await self.check(*run)
+        finally:
+            await self.close()
 
     async def _check_tokens(self, ids: list[int], expected: str) -> None:
         """Checks that the teacher decodes the policy's ids to the same text. Servers without
@@ -355,14 +367,12 @@ def read_logprobs(content: bytes, token_ids: list[int]) -> list[float]:
     return logprobs
 
 
-def make_teachers(
-    default: TeacherConfig | None, by_label: dict[str, TeacherConfig | None]
-) -> dict[str, Teacher]:
+def make_teachers(settings: OrchestratorConfig) -> dict[str, Teacher]:
     """Returns the teacher of each environment that has one, by its own setting or the default;
     equal settings share a teacher."""
     by_env: dict[str, Teacher] = {}
-    for env, config in by_label.items():
-        if config := config or default:
+    for env in settings.environment:
+        if config := env.teacher or settings.teacher:
             same = (teacher for teacher in by_env.values() if teacher.config == config)
-            by_env[env] = next(same, None) or Teacher(config)
+            by_env[env.label] = next(same, None) or Teacher(config)
     return by_env

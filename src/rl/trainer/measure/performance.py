@@ -198,7 +198,8 @@ REMEDIES = (
     'trainer.activation_checkpointing = "full", trainer.context_parallel (with blocks or flex) and '
     "trainer.expert_parallel need less memory for activations; more ranks or a smaller "
     "trainer.dp_replicate, trainer.optim.offload (on GPUs) and trainer.lora less for weights, "
-    "gradients and optimizer"
+    "gradients and optimizer; a smaller inference.vllm.gpu_memory_utilization leaves more of a GPU "
+    "that inference shares"
 )
 
 
@@ -228,14 +229,15 @@ def try_largest(
 
 def keep_to_share(config: RLConfig, device: torch.device) -> None:
     """Limits this process to its own share of a GPU that it shares with inference, so that
-    vLLM's share, `gpu_memory_utilization`, stays free for it, also when vLLM is restarted. A
-    replay and a benchmark have the GPU to themselves."""
+    vLLM's share, `gpu_memory_utilization`, stays free for it, also when vLLM is restarted: what
+    vLLM uses beside its tensors is not in its share. A replay and a benchmark have the GPU to
+    themselves."""
     options = {key.replace("-", "_"): value for key, value in config.inference.vllm.items()}
     alone = config.trainer.data.replay or config.trainer.data.fake
     shared = set(as_ids(config.trainer.gpus)) & set(as_ids(config.inference.gpus))
     if shared and not alone and device.type == "cuda" and "gpu_memory_utilization" in options:
         total = torch.cuda.get_device_properties(device).total_memory
-        share = 1.0 - float(options["gpu_memory_utilization"]) - BESIDE / total
+        share = 1.0 - float(options["gpu_memory_utilization"]) - 2 * BESIDE / total
         torch.cuda.set_per_process_memory_fraction(max(0.0, share), device)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from rl.config.trainer import TokenLogConfig
 from rl.run_dir import spans
 from rl.run_dir.lease import check_fence
-from rl.run_dir.numbers import CLIPPED, LATER, MASKED, SUFFIX, write_token_log
+from rl.run_dir.numbers import CLIPPED, FIRST, LATER, MASKED, SUFFIX, write_token_log
 from rl.run_dir.paths import RunDir, numbered
 from rl.run_dir.status import Phase
 from rl.trainer.data.micro_batch import MicroBatch
@@ -48,19 +48,22 @@ class TokenColumns:
         self.values = torch.zeros(1 + len(COLUMNS), num_tokens, device=device)
 
     @torch.no_grad()
-    def add(self, batch: MicroBatch, scores: Scores, terms: LossTerms) -> None:
+    def add(
+        self, batch: MicroBatch, scores: Scores, terms: LossTerms, is_first_update: bool
+    ) -> None:
         """Records the tokens of a micro batch. For tokens recorded in an earlier epoch, records
         only whether they now have no gradient.
 
         Never waits for the device.
         """
-        ones, flags = torch.ones_like(terms.ratio), CLIPPED * terms.clipped + MASKED * terms.masked
+        ones = torch.ones_like(terms.ratio)
+        flags = FIRST * is_first_update + CLIPPED * terms.clipped + MASKED * terms.masked
         reference = torch.zeros_like(ones)
         if batch.reference_logprobs is not None:
             reference = batch.reference_logprobs
         columns = [ones, scores.trainer_logprobs, scores.entropies, flags.float(), reference]
         old = self.values[:, batch.token_index]
-        old[3] += LATER * terms.without_gradient * (old[3] < LATER)
+        old[3] += LATER * terms.without_gradient * (old[3] % FIRST < LATER)
         new = torch.where(old[0] > 0, old, torch.stack(columns))
         self.values.index_copy_(1, batch.token_index, new)
 
@@ -191,7 +194,7 @@ class Statistics:
         if not len(terms.ratio):
             return
         if self.tokens:
-            self.tokens.add(batch, scores, terms)
+            self.tokens.add(batch, scores, terms, is_first_update)
         nothing, log_ratio = torch.full_like(terms.ratio, math.nan), terms.ratio.log()
         kl = terms.kl if is_first_update or terms.update_kl is not None else nothing
         lag_zero_kl = torch.where(batch.lag_zero, kl, nothing)
