@@ -145,16 +145,16 @@ def test_an_answer_has_the_routes_of_all_its_tokens_but_the_last(given, said):
 
 
 def test_kept_tokens_are_those_of_vllm_within_the_limit():
-    """Sets of the whole vocabulary (of 5) are none, our draw's -1 and larger ones too many. What
-    was not asked for is dropped in the step: of long answers it would fill the memory."""
-    sets = [[3], [0, 1, 2, 3, 4], [1, 2, 3], [-1], [4, 2]]
+    """No ids are the whole vocabulary, our draw's -1 and larger sets too many. What was not asked
+    for is dropped in the step: of long answers it would fill the memory."""
+    sets = [[3], [], [1, 2, 3], [-1], [4, 2]]
     states = {
         str(limit): SimpleNamespace(queue=SimpleNamespace(max_kept=limit)) for limit in (0, 2)
     }
-    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states), vocab_size=5)
-    ends = np.cumsum([0, *map(len, sets)])
-    whole = SamplingMaskLists(np.concatenate(sets), ends)
-    single = [SamplingMaskLists(np.array(ids)) for ids in sets]
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    arrays = [np.array(ids, np.int32) for ids in sets]
+    whole = SamplingMaskLists(np.concatenate(arrays), np.cumsum([0, *map(len, sets)]))
+    single = [SamplingMaskLists(ids) for ids in arrays]
 
     def bounded(masks, request_id):
         steps = [SimpleNamespace(request_id=request_id, new_sampling_mask=mask) for mask in masks]

@@ -376,6 +376,21 @@ def test_another_configuration_is_refused_with_every_difference(place):
     assert not (place.root / "changes.jsonl").exists()
 
 
+@pytest.mark.parametrize(("top_p", "before"), [(0.8, 0), (1.0, 512)])
+def test_a_run_of_a_version_without_kept_ids_goes_on_without_them(place, top_p, before):
+    """Its batches have none. Regression: after them the loss changed, and nothing said so."""
+    same = f"--orchestrator.sampling.top_p {top_p}"
+    place(same)
+    place.fill(1)
+    text = place.run_dir.config.read_text()
+    place.run_dir.config.write_text(text.replace("max_kept = 512\n", ""))
+    assert stored_config(place.root).trainer.max_kept == before
+    if not before:
+        assert "1 setting differs:\n  trainer.max_kept: 0 -> 512\n" in place.fails(same, resume=-1)
+    place(same, f"--trainer.max_kept {before}", resume=-1)
+    assert f"max_kept = {before}\n" in place.run_dir.config.read_text()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "old", "new"),
     [

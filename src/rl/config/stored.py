@@ -2,6 +2,7 @@
 was started."""
 
 import shlex
+import sys
 from pathlib import Path
 
 from rl.config.command_line import from_toml, read_toml
@@ -15,9 +16,13 @@ def stored_config(root: Path) -> RLConfig:
     Raises RunError."""
     path = root / "config.toml"
     try:
-        return from_toml(path)
+        config = from_toml(path)
     except ConfigError as error:
         raise RunError(f"{path} was not written by this version of rl:\n{error}") from None
+    truncates = config.truncates(sys.maxsize, replayed=True)
+    if truncates and "max_kept" not in read_toml(str(path)).get("trainer", {}):
+        config.trainer.max_kept = 0  # older versions of rl trained so
+    return config
 
 
 def as_written(root: Path) -> RLConfig:

@@ -1,6 +1,7 @@
 """Draws tokens on the CPU in three passes over the logits; vLLM's sampler makes a dozen, and
 takes a random number for each token of the vocabulary."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,14 @@ def max_kept(params: SamplingParams | None) -> int:
     return (params.extra_args or {}).get(MAX_KEPT, 0) if params else 0
 
 
-NOTHING, TOO_MANY_IDS = np.array([], np.int32), np.array([TOO_MANY], np.int32)
-
-
-def limited(ids: np.ndarray, limit: int, vocab_size: int) -> np.ndarray:
-    """Returns the ids that were kept at a token, [kept] int32; NOTHING for the whole vocabulary,
-    TOO_MANY_IDS for more than `limit`."""
-    if len(ids) == vocab_size:
-        return NOTHING
-    return ids.astype(np.int32) if len(ids) <= limit else TOO_MANY_IDS
+def bounded(rows: Sequence[np.ndarray], limits: Sequence[int]) -> SamplingMaskLists:
+    """Packs the ids that were kept at each token, none for the whole vocabulary: TOO_MANY alone
+    for those beyond its limit."""
+    kept = [
+        ids if len(ids) <= limit else [TOO_MANY] for ids, limit in zip(rows, limits, strict=True)
+    ]
+    ends = np.cumsum([0, *map(len, kept)])
+    return SamplingMaskLists(np.concatenate(kept, dtype=np.int32), ends)
 
 
 def counted_uniform(seed: int, position: int) -> float:
@@ -151,12 +151,10 @@ class Truncation:
         if not any(limits):
             return
         rows = [
-            limited(torch.isfinite(row).nonzero().squeeze(1).numpy(), limit, len(row))
-            if limit
-            else NOTHING
-            for row, limit in zip(logits, limits, strict=True)
+            np.flatnonzero(row if limit and not row.all() else [])
+            for row, limit in zip(logits.isfinite().numpy(), limits, strict=True)
         ]
-        self.masks = SamplingMaskLists(np.concatenate(rows), np.cumsum([0, *map(len, rows)]))
+        self.masks = bounded(rows, limits)
 
     def sample_tokens(self, *args: Any) -> Any:
         """The runner's method; its output gets the ids."""

@@ -15,9 +15,8 @@ import numpy as np
 from vllm.inputs import tokens_input
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
-from vllm.v1.outputs import SamplingMaskLists
 
-from rl.inference.draw import carry_seed, limited, max_kept
+from rl.inference.draw import bounded, carry_seed, max_kept
 from rl.inference.loading import LoadingEngine
 from rl.inference.weight_files import Tensors
 from rl.run_dir import spans
@@ -95,20 +94,13 @@ class VersionedEngine(LoadingEngine):
 
     def bound_kept(self, output: Any) -> None:
         """Leaves of the kept ids in a step's output of a request what it wants. vLLM would hold
-        them until the answer ends, and without truncation they are a vocabulary for each token."""
-        if (mask := output.new_sampling_mask) is None:
-            return
+        them until the answer ends."""
+        mask, output.new_sampling_mask = output.new_sampling_mask, None
         state = self.output_processor.request_states.get(output.request_id)
-        if not (limit := state.queue.max_kept if state else 0):
-            output.new_sampling_mask = None
-            return
-        ends = [0, len(mask.token_ids)] if mask.offsets is None else mask.offsets
-        rows = [
-            limited(mask.token_ids[start:end], limit, self.vocab_size)
-            for start, end in itertools.pairwise(ends)
-        ]
-        ends = np.cumsum([0, *map(len, rows)])
-        output.new_sampling_mask = SamplingMaskLists(np.concatenate(rows), ends)
+        if mask and state and (limit := state.queue.max_kept):
+            cuts = [] if mask.offsets is None else mask.offsets[1:-1]
+            rows = np.split(mask.token_ids, cuts)
+            output.new_sampling_mask = bounded(rows, [limit] * len(rows))
 
     async def add_request(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **options: Any
@@ -270,7 +262,7 @@ def of_prompt(entries: Any, token_ids: list[int]) -> bytes:
 
 def bound_top_k(params: SamplingParams, vocab_size: int) -> None:
     """Gives a request the top_k that vLLM's GPU runner wants of each while it returns kept ids.
-    What is sampled stays the same, but a greedy request draws among equal logits."""
+    What is sampled stays the same: of equal logits its top_k keeps the first, as greedy does."""
     if not params.temperature:
         params.temperature, params.top_k = 1.0, 1
     elif params.top_k <= 0:

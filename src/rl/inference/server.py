@@ -309,14 +309,15 @@ def vllm_arguments(config: RLConfig, model_path: str, on_cpu: bool) -> Namespace
             )
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives routes
         ours["enable_return_routed_experts"] = True
-    if not on_cpu and config.truncates(vocab_size(Path(model_path)), replayed=True):
+    truncates = config.truncates(vocab_size(Path(model_path)), replayed=True)
+    if truncates and not on_cpu:
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")  # the only one that gives kept ids
         ours["return_sampling_mask"] = True
     ours |= adapter_arguments(config, model_path, on_cpu)
     settings_of_user = resolve(settings.vllm, "inference.vllm")
     if on_cpu:
         for key in SILENT.intersection(key.replace("-", "_") for key in settings_of_user):
-            if config.truncates(vocab_size(Path(model_path)), replayed=True):
+            if truncates:
                 raise ConfigError(
                     f"inference.vllm.{key}: with it vLLM does not tell on CPUs which tokens top_p, "
                     "top_k or min_p keep; leave one of them out, or set trainer.max_kept = 0"

@@ -56,6 +56,8 @@ class WeightLoader:
             self.die_with(server_pid)
         if current_platform.is_cpu():
             self.prepare_cpu()
+        else:
+            drop_whole_sets()
         return is_here
 
     def prepare_cpu(self) -> None:
@@ -229,6 +231,18 @@ def count_uncompiled() -> None:
         return torch.from_numpy(np.count_nonzero(logprobs.numpy() >= values.numpy(), axis=-1))
 
     sampler.batched_count_greater_than = count
+
+
+def drop_whole_sets() -> None:
+    """Makes vLLM's runner for GPUs give no ids where truncation leaves all. If it is asked for kept
+    ids, it gives them for every request: an evaluation that truncates nothing took 148 MiB and
+    0.3 s a step, for 256 requests and a vocabulary of 150,000, until the server dropped them."""
+    from vllm.v1.worker.gpu.sample.output import SamplingMaskTensors
+
+    to_lists = SamplingMaskTensors.tolists
+    SamplingMaskTensors.tolists = lambda masks, *args: to_lists(
+        masks._replace(counts=masks.counts % masks.vocab_size), *args
+    )
 
 
 @contextmanager

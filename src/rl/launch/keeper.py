@@ -71,11 +71,17 @@ class Keeper:
         """Starts these processes, in place of the previous ones."""
         self.states = {role.name: RoleState(role, start_at=self.clock) for role in roles}
         for state in self.states.values():
-            if state.role.after_server:
-                state.start_at += self.startup_timeout_s
-            else:
+            if not self._waits_for_server(state):
                 with contextlib.suppress(OSError):  # if the system refuses it, `poll` tries again
                     self._start(state)
+
+    def _waits_for_server(self, state: RoleState) -> bool:
+        """Whether a role may not start, at first or again, because a server that shares its GPU
+        has not come up, which has deadlines of its own."""
+        return state.role.after_server and any(
+            server.role.serves and not (server.attempt and server.attempt.ready)
+            for server in self.states.values()
+        )
 
     @property
     def finished(self) -> bool:
@@ -91,7 +97,8 @@ class Keeper:
         slow_s = self.clock - self.slow_at if self.clock - self.slow_at >= SLOW_POLL_S else 0.0
         refused, deaths = None, list[Death | None]()
         for state in self.states.values():
-            if not (state.attempt or state.done) and self.clock >= state.start_at:
+            due = self.clock >= state.start_at and not self._waits_for_server(state)
+            if due and not (state.attempt or state.done):
                 try:
                     self._start(state)
                 except OSError as error:  # the others are watched all the same
@@ -175,9 +182,6 @@ class Keeper:
         child = attempt.child
         if not attempt.ready and attempt.has_come_up():
             attempt.ready = True
-            for other in self.states.values() if state.role.serves else ():
-                if other.role.after_server and other.died is None:
-                    other.start_at = self.clock
             seconds = round(self.clock - (attempt.began if state.died is None else state.died), 1)
             about = {"seconds": seconds, "prefill_tokens": attempt.status.prefill_tokens}
             self.event("ready", state.name, attempt=child.attempt, **about)

@@ -22,8 +22,7 @@ class Role:
     leaves_copy: bool = False
     """Whether it leaves a copy for a warm start of its next attempt, see system/prefork.py."""
     after_server: bool = False
-    """Whether its first attempt waits until inference is up, or has had
-    inference.startup_timeout_s for it."""
+    """Whether it starts only while inference is up."""
     stop_s: float = STOP_DEADLINE_S
     """Seconds that it has for its end when `rl` ends it alone."""
 

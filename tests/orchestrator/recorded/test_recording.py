@@ -182,6 +182,18 @@ def test_kept_ids_are_read_up_to_the_limit_of_the_run(tmp_path, model, limit, ex
     assert (kept and unpack_kept(kept)) == expected
 
 
+def test_sets_are_missed_only_where_the_run_truncates(tmp_path, model):
+    """Regression: files of a version that recorded none were trained over all ids in silence."""
+    lines = line(turns=[turn(kept=[[7], [8, 9]])]), line(), line(turns=None, messages=CHAT)
+    loss = {"trainer__loss": "cross_entropy"}
+    for top_k, limit, told in ((9, 512, [1]), (VOCABULARY, 512, []), (9, 0, [])):
+        cut = {"orchestrator.sampling.top_k": top_k, "trainer.max_kept": limit}
+        counts = groups(tmp_path, model, *lines, **cut, **loss).counts
+        assert [
+            n for what, n in counts.items() if "which ids top_p, top_k or min_p kept" in what
+        ] == told
+
+
 def test_versions_are_needed_only_on_policy(tmp_path, model):
     without = line(turns=[turn(policy_versions=None)])
     recording = groups(tmp_path, model, line(), without)

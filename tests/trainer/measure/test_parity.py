@@ -56,6 +56,24 @@ def test_trainer_equals_vllm(sampled, world, family, dtype):
             assert found.kl < 1e-9 and found.largest < 1e-4, found
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("mlp.experts.down_proj", 3), ("mlp.gate.weight", 2)],
+    ids=["expert", "router"],
+)
+def test_a_wrong_expert_or_router_of_a_layer_is_told_at_any_temperature(sampled, world, name, row):
+    folder = sampled["float32", "qwen3_moe"]
+    model, _, config = learner(folder, world, "float32", {"max_model_len": 512})
+    weight = model.get_parameter(f"model.layers.1.{name}")
+    with torch.no_grad():
+        weight[row] = weight[0]
+    batch = decode_batch((Path(folder) / "parity.batch").read_bytes(), name).batch
+    tokens = compare(model, config, batch, world)
+    for temperature in (1.0, 0.7):
+        parity = parity_of([difference for _, t, difference in tokens if t == temperature])
+        assert not parity.within(LIMITS["float32"]), parity
+
+
 class FakeClient:
     """Answers a probe with samples whose log-probabilities are the model's own, off by `error`."""
 
@@ -120,8 +138,8 @@ def test_a_disagreement_is_told_or_ends_the_run(tied_folder, world):
     assert found["parity/kl"] == pytest.approx(torch.tensor(-0.5).exp().item() - 1 + 0.5, rel=1e-3)
     watch.strict = True
     with run_error(
-        r"disagree on 6 tokens of the same policy version: kl 0.11, largest difference 0.5 "
-        r"nats"
+        r"disagree on 6 tokens of the same policy version: kl 0.11, difference 0.5 nats "
+        r"on average, 0.5 at most"
     ):
         at_checkpoint()
     assert ParityWatch(LIMITS["float32"], True, None).judge(None, 0) == {}

@@ -147,7 +147,7 @@ class Converter:
         if error or recorded is None:
             recorded = [] if error else self.rendered(line, where)
         turns = [self.turn(turn, f"{where}: turns[{i}]") for i, turn in enumerate(recorded)]
-        has_logprobs = any(turn.logprobs is not None for turn in recorded)
+        has_logprobs = any(turn.logprobs for turn in recorded)
         if any(turn.logprobs is None for turn in recorded):
             self.counts[
                 "have no log-probabilities: no ratio to their sampler is computed, and no "
@@ -162,6 +162,15 @@ class Converter:
                     "have log-probabilities, but neither temperature nor versions: nothing "
                     "compares them with the trainer's"
                 ] += 1
+        if (
+            has_logprobs
+            and not all(turn.kept for turn in recorded)
+            and self.config.truncates(self.vocabulary, replayed=True)
+        ):
+            self.counts[
+                "do not say which ids top_p, top_k or min_p kept: if they were sampled so, ratios "
+                "to their sampler are below 1: record them again"
+            ] += 1
         rollout = Rollout(
             turns=Turns.of(turns),
             text=line.messages,
@@ -195,7 +204,7 @@ class Converter:
                 else turn.policy_versions,
                 turn.finish_reason,
                 routes=turn.routes,
-                kept=pack_kept(self.limited(turn.kept)) if turn.kept else None,
+                kept=pack_kept(self.limited(turn.kept or [])),
             )
         except ValueError as error:
             raise RunError(f"{where}: {error}") from None
