@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from rl.inference.weights import Weights
 from rl.inference.worker import WeightLoader
 from rl.models.tiny import make_tiny_model
+from rl.system.linux import pid_scope
 from tests.families import CONFIGS
 from tests.inference.layers import ROADS
 from tests.raised import run_error
@@ -54,20 +55,24 @@ def test_tensors_of_every_type_and_files_that_vanish_or_shrink(tmp_path):
 def test_a_host_without_memory_for_a_second_copy_reads_in_the_pause_and_says_so(
     tmp_path, monkeypatch, capsys
 ):
-    """Two workers of 1 GiB each, and 1.5 GiB free."""
+    """Two engines with two workers of 0.5 GiB each, and 1.5 GiB free. vLLM tells each of two engines of
+    a dense model that it is the only one, so each found room for its own."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     save_file(GOOD, tmp_path / "model.safetensors")
     monkeypatch.setattr("rl.inference.worker.memory_bytes", lambda: (4 << 30, 3 << 29))
     layer = torch.nn.Linear(1, 1)
     get_layerwise_info(layer).restore_metadata = (
-        {"weight": torch.empty(1 << 28, device="meta")},
+        {"weight": torch.empty(1 << 27, device="meta")},
         {},
     )
     loader = WeightLoader()
+    monkeypatch.setattr(loader, "die_with", lambda pid: None)
+    monkeypatch.setattr(loader, "prepare_cpu", lambda: None)
+    loader.begin(os.getpid(), pid_scope(), 2)
     loader.model_config = SimpleNamespace(model="", quantization=None)
     loader.model_runner = SimpleNamespace(get_model=lambda: layer)
-    parallel = SimpleNamespace(local_world_size=2, data_parallel_size_local=1)
+    parallel = SimpleNamespace(local_world_size=2)
     plain = {"lora_config": None, "speculative_config": None}
     loader.vllm_config = SimpleNamespace(
         parallel_config=parallel, model_config=loader.model_config, **plain
@@ -103,7 +108,7 @@ def test_page_locked_memory_has_sizes_of_powers_of_two_and_is_kept_for_the_next_
     monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
     monkeypatch.setattr("rl.inference.staging.Staged", lambda *_: "staged")
     monkeypatch.setattr("rl.inference.staging.can_stage", lambda _: True)
-    parallel = SimpleNamespace(local_world_size=1, data_parallel_size_local=1)
+    parallel = SimpleNamespace(local_world_size=1)
     for rooms in ([False], [True, True]):
         loader = WeightLoader()
         loader.model_config = SimpleNamespace(model="")

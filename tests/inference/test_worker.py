@@ -33,7 +33,7 @@ def test_a_gpus_runner_gives_no_ids_where_truncation_left_all(monkeypatch):
     Sets beyond its 2,048 columns come as bits; a step has up to two tokens of a request here."""
     monkeypatch.setattr(SamplingMaskTensors, "tolists", SamplingMaskTensors.tolists)
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    WeightLoader.begin(SimpleNamespace(), 0, "another host")
+    WeightLoader.begin(SimpleNamespace(), 0, "another host", 1)
     vocabulary, width = 4001, 2048
     bits = np.arange(vocabulary) % 4 != 0  # 3,000 ids
     with torch.inference_mode():

@@ -46,12 +46,15 @@ class WeightLoader:
     """The host had no memory for a second copy of the weights."""
     _has_pinned: bool = False
     """A second copy had page-locked memory, which torch keeps for the next one."""
+    _engines: int = 1
+    """Of the server. To vLLM each of a dense model is alone."""
 
-    def begin(self, server_pid: int, server_place: str) -> bool:
+    def begin(self, server_pid: int, server_place: str, engines: int) -> bool:
         """Prepares the worker before the first request. Returns whether it is on the server's
         host; a worker on another node ends with its engine."""
         from vllm.platforms import current_platform
 
+        self._engines = engines
         if is_here := server_place == pid_scope():
             self.die_with(server_pid)
         if current_platform.is_cpu():
@@ -172,7 +175,7 @@ class WeightLoader:
         sizes = [tensor.nbytes for layer in layers for tensor in layer.restore_metadata[0].values()]
         if in_host:  # page-locked: torch makes powers of two of them
             sizes = [1 << (size - 1).bit_length() for size in sizes]
-        need = sum(sizes) * parallel.local_world_size * parallel.data_parallel_size_local
+        need = sum(sizes) * parallel.local_world_size * self._engines
         if need > free and not (self._has_reloaded or self._has_pinned):
             # For good: vLLM's reload leaves its own loaders in the records that a second set of
             # modules is made from.
