@@ -222,8 +222,11 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     limit = engine.vllm_config.scheduler_config.max_num_batched_tokens
     served.status.gauges["prefill_tokens"] = limit
     served.status.follow("requests", engine.get_num_unfinished_requests)
-    about = os.getpid(), pid_scope(), len(engine.engine_core.core_engines)
-    engine.all_here = all(await engine.on_every_worker("begin", *about))
+    engine.all_here = all(
+        await engine.on_every_worker(
+            "begin", os.getpid(), pid_scope(), len(engine.engine_core.core_engines)
+        )
+    )
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
     if changes := served.changes:
         await engine.load_weights(changes.policy_version, changes.path, content=changes.content)

@@ -42,11 +42,11 @@ class WeightLoader:
     _staged: "Future[Staged | Iterable[tuple[str, torch.Tensor]]] | None" = None
     _weights: Weights | None = None
     """The files that the staged weights come from."""
-    _has_reloaded: bool = False
+    _has_reloaded = False
     """The host had no memory for a second copy of the weights."""
-    _has_pinned: bool = False
+    _has_pinned = False
     """A second copy had page-locked memory, which torch keeps for the next one."""
-    _engines: int = 1
+    _engines = 1
     """Of the server. To vLLM each of a dense model is alone."""
 
     def begin(self, server_pid: int, server_place: str, engines: int) -> bool:
