@@ -26,15 +26,15 @@ FLOORS = [
 ]
 """From the ground up. A room knows the floors below its own, and nobody on it."""
 BUDGETS = {
-    "trainer": 65_000,
-    "orchestrator": 40_600,
-    "commands": 35_200,
+    "trainer": 65_100,
+    "orchestrator": 40_700,
+    "commands": 35_300,
     "envs": 26_800,
     "config": 23_400,
-    "launch": 26_100,
+    "launch": 26_200,
     "tinker": 23_200,
     "run_dir": 21_600,
-    "inference": 19_100,
+    "inference": 19_200,
     "view": 18_100,
     "cluster": 14_700,
     "wire": 16_000,

@@ -125,7 +125,9 @@ def load(road: str, model: nn.Module, folder: Path, config: Any) -> None:
                 is_checkpoint_format=True,
             )
     else:
-        Staged(model, weights, config, in_host=road == "copied").put_in_place()
+        staged = Staged(model, config, in_host=road == "copied")
+        staged.load(weights)
+        staged.put_in_place()
 
 
 def main() -> None:

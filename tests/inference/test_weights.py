@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from rl.inference.weights import Weights
 from rl.inference.worker import WeightLoader
 from rl.models.tiny import make_tiny_model
+from rl.system.errors import RunError
 from rl.system.linux import pid_scope
 from tests.families import CONFIGS
 from tests.inference.layers import ROADS
@@ -55,8 +57,8 @@ def test_tensors_of_every_type_and_files_that_vanish_or_shrink(tmp_path):
 def test_a_host_without_memory_for_a_second_copy_reads_in_the_pause_and_says_so(
     tmp_path, monkeypatch, capsys
 ):
-    """Two engines with two workers of 0.5 GiB each, and 1.5 GiB free. vLLM tells each of two engines of
-    a dense model that it is the only one, so each found room for its own."""
+    """Two engines with two workers of 0.5 GiB each, and 1.5 GiB free. vLLM tells each engine of a
+    dense model that it is the only one, so each found room for its own."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     save_file(GOOD, tmp_path / "model.safetensors")
@@ -96,8 +98,9 @@ def test_a_host_without_memory_for_a_second_copy_reads_in_the_pause_and_says_so(
 def test_page_locked_memory_has_sizes_of_powers_of_two_and_is_kept_for_the_next_version(
     tmp_path, monkeypatch
 ):
-    """On a GPU. Regression: the second version found no room beside the first one's memory, which
-    torch keeps for it, and from then on weights were read while generation paused."""
+    """On a GPU, also if the first version's files are torn. Regression: the second version found no
+    room beside the first one's memory, which torch keeps for it, and from then on weights were
+    read while generation paused."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     save_file(GOOD, tmp_path / "model.safetensors")
@@ -106,15 +109,22 @@ def test_page_locked_memory_has_sizes_of_powers_of_two_and_is_kept_for_the_next_
     get_layerwise_info(layer).restore_metadata = ({"weight": tensor}, {})
     monkeypatch.setattr("rl.inference.worker.memory_bytes", lambda: (1 << 30, free.pop(0)))
     monkeypatch.setattr("vllm.platforms.current_platform.is_cpu", lambda: False)
-    monkeypatch.setattr("rl.inference.staging.Staged", lambda *_: "staged")
+    staged = Mock()
+    staged.load.side_effect = [RunError("torn"), None]
+    monkeypatch.setattr("rl.inference.staging.Staged", lambda *_: staged)
     monkeypatch.setattr("rl.inference.staging.can_stage", lambda _: True)
     parallel = SimpleNamespace(local_world_size=1)
-    for rooms in ([False], [True, True]):
+    for is_first in (True, False):
         loader = WeightLoader()
         loader.model_config = SimpleNamespace(model="")
         loader.model_runner = SimpleNamespace(get_model=lambda: layer)
         loader.vllm_config = SimpleNamespace(parallel_config=parallel)
-        assert [loader._stage(tmp_path) == "staged" for _ in rooms] == rooms
+        if is_first:
+            assert loader._stage(tmp_path) is not staged
+            continue
+        with run_error("torn"):
+            loader._stage(tmp_path)
+        assert loader._stage(tmp_path) is staged
 
 
 def loaded(folder: Path, kinds: dict[str, tuple[dict, list[int], bool]]) -> None:

@@ -1,6 +1,7 @@
 """TensorBoard event files from the lines of metrics.jsonl. test_run.py has W&B with a run."""
 
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,16 @@ def test_totals_at_the_end_of_a_run_are_sent_to_wandb_once_though_their_step_was
     totals = [(line["step"], line["cost/machine_s"]) for line in sent if "cost/machine_s" in line]
     assert totals == [(1, 1.0), (2, 2.0), (2, 2.25)]
     assert len(sent) == len(LINES) + len(COSTS)
+
+
+def test_totals_that_an_earlier_version_sent_by_their_steps_are_not_sent_again(run_dir):
+    run_dir.wandb.write_text('{"id": "x", "sent": {"rl": 2, "trainer": 2}}')
+    log, sent = WandbLog(RLConfig(wandb=WandbConfig()), run_dir), list[dict[str, object]]()
+    log.run = SimpleNamespace(log=sent.append)
+    log.send(COSTS)
+    later = {"step": 3, "time": time.time() + 9.0, "source": "rl", "cost/machine_s": 3.0}
+    log.send([*COSTS, later])
+    assert sent == [{"step": 3, "cost/machine_s": 3.0}]
 
 
 def test_totals_at_the_end_of_a_run_are_in_event_files(run_dir):

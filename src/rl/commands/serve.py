@@ -18,7 +18,7 @@ from rl.config.stored import as_written
 from rl.launch import roles
 from rl.launch.children import Children
 from rl.launch.keeper import Keeper
-from rl.launch.prepare import keep_length, prepare, refusals
+from rl.launch.prepare import keep_choices, prepare, refusals
 from rl.launch.roles import Role
 from rl.launch.run import check_ports, on_this_machine
 from rl.models.folder import resolve_model
@@ -140,7 +140,7 @@ def check_same(config: RLConfig, clean: bool) -> None:
     if clean or not (run_dir.root / "models").is_dir():
         return
     stored = as_written(run_dir.root)
-    keep_length(config, stored)
+    keep_choices(config, stored)
     if refused := refusals(stored, config):
         remedy = "  choose another --name, or delete what clients have made with --clean"
         raise RunError(

@@ -222,10 +222,9 @@ async def make_ready(engine: Any, args: Namespace, served: Served) -> Any:
     limit = engine.vllm_config.scheduler_config.max_num_batched_tokens
     served.status.gauges["prefill_tokens"] = limit
     served.status.follow("requests", engine.get_num_unfinished_requests)
+    num_engines = engine.vllm_config.parallel_config.data_parallel_size_local
     engine.all_here = all(
-        await engine.on_every_worker(
-            "begin", os.getpid(), pid_scope(), len(engine.engine_core.core_engines)
-        )
+        await engine.on_every_worker("begin", os.getpid(), pid_scope(), num_engines)
     )
     engine.head_is_tied = any(await engine.on_every_worker("head_is_tied"))
     if changes := served.changes:

@@ -44,24 +44,21 @@ def can_stage(config: VllmConfig) -> bool:
 
 
 class Staged:
-    """The second set of one model's modules, complete; `put_in_place` makes the model compute
-    with it."""
+    """The second set of one model's modules; `put_in_place` makes the model compute with what
+    was loaded into it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: Iterable[tuple[str, Tensor]],
-        config: VllmConfig,
-        in_host: bool,
-    ):
-        """Loads and packs; may run in a thread while the model computes. `weights` are all
-        tensors of the model's files, by name. With `in_host` the model is on a GPU: the second
-        set waits in the host's memory, and packing is left to `put_in_place`."""
-        self.config, self.in_host = config, in_host
+    def __init__(self, model: nn.Module, config: VllmConfig, in_host: bool):
+        """Makes the modules. With `in_host` the model is on a GPU: the second set waits in the
+        host's memory, and packing is left to `put_in_place`."""
+        self.model, self.config, self.in_host = model, config, in_host
         self.twins = make_twins(model)
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads all tensors of the model's files, by name; may run in a thread while the model
+        computes."""
         # The current config is global, but a running engine does not read it.
-        with torch.no_grad(), set_current_vllm_config(config):
-            self.twins[model].load_weights(weights)
+        with torch.no_grad(), set_current_vllm_config(self.config):
+            self.twins[self.model].load_weights(weights)
             if not self.in_host:
                 self.pack(self.twins.values())
 

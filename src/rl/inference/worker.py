@@ -47,7 +47,7 @@ class WeightLoader:
     _has_pinned = False
     """A second copy had page-locked memory, which torch keeps for the next one."""
     _engines = 1
-    """Of the server. To vLLM each of a dense model is alone."""
+    """Engines of the server on this host. vLLM tells each of a dense model that it is alone."""
 
     def begin(self, server_pid: int, server_place: str, engines: int) -> bool:
         """Prepares the worker before the first request. Returns whether it is on the server's
@@ -146,8 +146,9 @@ class WeightLoader:
             weights = self._weights = Weights(folder)
         in_host = not current_platform.is_cpu()
         if can_stage(self.vllm_config) and self.has_room(in_host):
-            staged = Staged(model, weights, self.vllm_config, in_host)
+            staged = Staged(model, self.vllm_config, in_host)
             self._has_pinned = in_host
+            staged.load(weights)
             self._weights.confirm()
             return staged
         if (name := type(model).__name__) in NOT_IN_PLACE:

@@ -76,8 +76,8 @@ class Keeper:
                     self._start(state)
 
     def _waits_for_server(self, state: RoleState) -> bool:
-        """Whether a role may not start, at first or again, because a server that shares its GPU
-        has not come up, which has deadlines of its own."""
+        """Whether a role may not start, at first or again, because a server is not up. The
+        server's own deadlines end this wait."""
         return state.role.after_server and any(
             server.role.serves and not (server.attempt and server.attempt.ready)
             for server in self.states.values()

@@ -23,6 +23,7 @@ from rl.config.fields import changed_keys, leaves, without_none
 from rl.config.outside import argument_fault
 from rl.config.run import LENGTH, RLConfig, default_length
 from rl.config.stored import as_written
+from rl.config.trainer import TrainerConfig
 from rl.diagnosis.run_outcome import early_end
 from rl.launch.repair import repair
 from rl.models.folder import weights_digest
@@ -108,7 +109,7 @@ def prepare(config: RLConfig, *, resume: int | None, clean: bool) -> Prepared:
         clean_leftovers(run_dir.status_dir, ours="" if clean else None)
         has_work = run_dir.anything_made()
         if resume is not None:
-            keep_length(config, as_written(root))
+            keep_choices(config, as_written(root))
         continues = resume is not None and (
             has_work or resume > 0 or not refusals(as_written(root), config)
         )
@@ -432,12 +433,15 @@ def refusals(stored: RLConfig, config: RLConfig) -> list[str]:
     ]
 
 
-def keep_length(config: RLConfig, stored: RLConfig) -> None:
-    """Takes the length of the stored configuration if an earlier start has shortened the one that
-    is asked for to what the model has, see rl.models.folder."""
+def keep_choices(config: RLConfig, stored: RLConfig) -> None:
+    """Takes from the stored configuration what an earlier start has chosen: the length, if it has
+    shortened the one that is asked for to what the model has, see rl.models.folder; and to train
+    over all ids, as older versions did, unless another trainer.max_kept is asked for."""
     asked, shortened = config.model, stored.model.max_model_len
     if asked.max_model_len == LENGTH and shortened == default_length({"name": asked.name}):
         asked.max_model_len = shortened
+    if not stored.trainer.max_kept and config.trainer.max_kept == TrainerConfig().max_kept:
+        config.trainer.max_kept = 0
 
 
 def edits(run_dir: RunDir, config: RLConfig) -> list[tuple[str, Any, Any]]:

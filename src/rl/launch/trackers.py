@@ -36,6 +36,8 @@ FIELDS = COLUMNS.split()
 MOST_CHARACTERS, MOST_LINES = 4000, 200
 """Limits of a conversation in the table."""
 PACKAGE = "tensorboardX"
+FIRST_TIME = 1e9
+"""Lower than any time, and higher than any step."""
 Line = dict[str, Any]
 
 
@@ -69,6 +71,8 @@ class WandbLog:
         # of a damaged file: then a new W&B run gets all lines
         state = read_json(run_dir.wandb, Sent) or Sent()
         self.id, self.sent = state.id or uuid.uuid4().hex[:12], state.sent
+        if self.sent.get("rl", FIRST_TIME) < FIRST_TIME:  # an older version's: a step
+            self.sent["rl"] = time.time()
         # faults of wandb's server, its process and its input
         self.failures = (wandb.Error, OSError, RuntimeError, ValueError)
 
@@ -152,7 +156,7 @@ def stream_of(line: Line) -> str:
 def order_of(line: Line) -> float:
     """Returns what rises from line to line of a stream: the step, or of the totals of `rl`, which
     writes a last line after the last step, the time."""
-    return line["time" if line["source"] == "rl" else "step"]
+    return line.get("time", 0.0) if line["source"] == "rl" else line["step"]
 
 
 def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:

@@ -29,7 +29,7 @@ from rl.system.machine import machine, memory_bytes, visible_gpus
 from rl.system.terminal import say, size
 from rl.wire.worker_messages import TEMPLATE_REMEDY, Ready
 
-CONNECT_S = 5.0
+CONNECT_S, TEACHER_S = 5.0, 30.0
 FIND_MODEL, ASK_HUB, CHECK_ENGINE, ASK_SERVICE = (
     "rl.models.folder",
     "rl.models.hub",
@@ -246,6 +246,7 @@ def environments(
         if not model or connection(teacher.url).level == "FAIL":
             continue  # `servers` says so
         try:
+            teacher.config.timeout_s = min(teacher.config.timeout_s, TEACHER_S)
             text = "; ".join(asyncio.run(teacher.check_alone(config, model, loaded)))
             yield Check("teacher", "warn" if text else "ok", text or f"{teacher.url} scores text")
         except RunError as error:

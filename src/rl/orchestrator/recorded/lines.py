@@ -164,6 +164,7 @@ class Converter:
                 ] += 1
         if (
             has_logprobs
+            and line.is_trainable
             and not all(turn.kept for turn in recorded)
             and self.config.truncates(self.vocabulary, replayed=True)
         ):

@@ -50,7 +50,7 @@ class PublishedVersion:
     base: Path
     """The base model's folder, whose tokenizer and configs are copied."""
     config: str
-    """The content of config.json."""
+    """The content of config.json; empty for adapters."""
     made_by: dict[str, Any]
     """The conditions that the bits of the weights depend on, see determinism.conditions."""
 
@@ -212,7 +212,8 @@ def snapshot(
     image.claim()
     image.fill(model, dtype)
     faults.point("weights.cast")
-    return PublishedVersion(image, model, base, config_of(base, model, dtype), made_by)
+    config = "" if lora.has_adapters(model) else config_of(base, model, dtype)
+    return PublishedVersion(image, model, base, config, made_by)
 
 
 def copy_small_files(base: Path, folder: Path) -> None:
