@@ -135,7 +135,7 @@ def test_no_more_than_so_many_run_at_once_and_the_event_loop_goes_on():
     async def main():
         sandbox, most, ticks = Sandbox(max_processes=2), 0, 0
         before = set(psutil.Process().children())
-        code = "def f(x):\n    for _ in range(10**6): pass\n    return x"
+        code = "def f(x):\n    for _ in range(4 * 10**6): pass\n    return x"
         runs = asyncio.gather(*[sandbox.run(code, "f", [[i]]) for i in range(6)])
         while not runs.done():
             most = max(most, len(set(psutil.Process().children()) - before))
