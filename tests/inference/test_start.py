@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from rl.inference import main
+from rl.inference.engine_args import common_environment
 from rl.inference.server import check_experts, engine_config, running_engine
 from rl.run_dir.checksums import Mirror
 from rl.system.errors import GIVE_UP, WRONG_SETTINGS, ConfigError
@@ -32,6 +33,13 @@ def stand_in(monkeypatch, **modules: object) -> None:
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_sockets_of_a_server_have_short_paths_wherever_temporary_files_are(monkeypatch):
+    """Regression: with a longer TMPDIR, as of a job of Slurm, vLLM ended at its start."""
+    for length, base in ((70, "/" + "x" * 69), (71, "/tmp")):
+        monkeypatch.setattr("tempfile.tempdir", "/" + "x" * (length - 1))
+        assert common_environment()["VLLM_RPC_BASE_PATH"] == base
 
 
 def unreadable(*_: object, **__: object) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from rl.config.command_line import from_toml
 from rl.config.run import RLConfig
 from rl.system.errors import ConfigError
+from rl.system.linux import socket_base
 from rl.system.machine import is_cpu_vllm, visible_gpus
 from rl.system.terminal import did_you_mean
 
@@ -143,6 +144,10 @@ def runs_on_cpu(config: RLConfig) -> bool:
     return config.inference.gpus == 0 or is_cpu_vllm() or not visible_gpus(dict(os.environ))
 
 
+SOCKET_NAME = 37
+"""Bytes of vLLM's name for a socket, with the slash before it."""
+
+
 def prepare(on_cpu: bool, cpus: int | list[int] | None) -> None:
     """Sets up this process and its children before anything imports torch or vllm. Existing
     environment variables take precedence."""
@@ -181,10 +186,12 @@ def cpu_environment(num_threads: int) -> dict[str, str]:
 
 def common_environment() -> dict[str, str]:
     """Environment variables of every server: no usage statistics are sent, forked processes do
-    not warn about tokenizer threads, and calls of tools are the policy's own. By default vLLM
-    lets a grammar choose their tokens; the trainer would compute other probabilities."""
+    not warn about tokenizer threads, sockets are where their paths are short enough, and calls of
+    tools are the policy's own. By default vLLM lets a grammar choose their tokens; the trainer
+    would compute other probabilities."""
     quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return quiet | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
+    sockets = {"VLLM_RPC_BASE_PATH": socket_base(SOCKET_NAME)}
+    return quiet | sockets | {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
 
 
 def main() -> None:
