@@ -187,6 +187,14 @@ VALUES = [
         "is greedy: all rollouts of a group would be identical; raise it",
     ),
     args(
+        "--orchestrator.sampling.top_k 1",
+        "is greedy: all rollouts of a group would be identical; raise it",
+    ),
+    args(
+        "--orchestrator.sampling.min_p 1",
+        "is greedy: all rollouts of a group would be identical; lower it",
+    ),
+    args(
         "--trainer.loss.type dpo",
         "trainer.loss.type = 'dpo' (--trainer.loss.type)\n    give one of ",
     ),

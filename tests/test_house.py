@@ -30,7 +30,7 @@ BUDGETS = {
     "orchestrator": 40_700,
     "commands": 35_300,
     "envs": 26_800,
-    "config": 23_400,
+    "config": 23_500,
     "launch": 26_200,
     "tinker": 23_200,
     "run_dir": 21_600,

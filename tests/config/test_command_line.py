@@ -212,10 +212,16 @@ def test_a_top_k_of_the_whole_vocabulary_truncates_nothing(capsys):
     flags = [*ENV, "--orchestrator.sampling.top_k", "49152", "--trainer.max_kept"]
     config, _ = load_config_or_exit([*flags, "0"], "rl eval")
     assert (
-        "sampling.top_k = 49152 truncates what inference samples, unless no token of the model"
-        in capsys.readouterr().err
+        "sampling.top_k = 49152 truncates what inference samples, but the trainer does not know "
+        "which tokens are left" in capsys.readouterr().err
     )
     told, _ = load_config_or_exit([*flags, "512"], "rl eval")
+    assert (
+        "orchestrator.sampling.top_k = 49152 is above trainer.max_kept = 512: a token of which "
+        "more ids are kept" in capsys.readouterr().err
+    )
+    load_config_or_exit([*flags, "49152"], "rl eval")
+    assert not capsys.readouterr().err
     for some, replayed in ((config, False), (told, True)):
         truncated = [some.truncates(size, replayed=replayed) for size in (49151, 49152, 49153)]
         assert truncated == [False, False, True]

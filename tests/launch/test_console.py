@@ -498,6 +498,18 @@ def test_costly_checkpoints_are_warned_of_once_where_their_interval_is_the_users
     assert "warning" not in by_seconds.look()
 
 
+def test_a_disagreement_over_truncation_that_the_trainer_does_not_know_of_is_told_as_that(tmp_path):
+    line = TRAINER | {f"parity/{name}": 0.1 for name in ("tokens", "mean", "max", "kl")}
+    for kept, is_told in ((0, True), (512, False)):
+        screen = Screen(
+            tmp_path / str(kept), f"--orchestrator.sampling.top_p 0.8 --trainer.max_kept {kept}"
+        )
+        screen.write(1, "trainer", line | {"parity/agrees": 0.0})
+        warning = screen.look()
+        assert warning.startswith("warning: step 1: trainer and inference disagree on 0 tokens")
+        assert ("; sampling is truncated, which the trainer does not know of" in warning) == is_told
+
+
 def test_a_full_disk_behind_the_output_costs_lines_and_not_the_run(tmp_path):
     """Regression: `rl > log` ended with an OSError."""
 

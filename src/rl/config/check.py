@@ -24,6 +24,7 @@ from rl.config.orchestrator import (
     EvalConfig,
     NoCreditConfig,
     OrchestratorConfig,
+    SamplingOverrides,
 )
 from rl.config.plan import cluster_faults
 from rl.config.run import LENGTH, TRUNCATIONS, RLConfig
@@ -304,12 +305,10 @@ def check_credit(config: RLConfig) -> Iterator[Problem]:
     """Yields faults of credit, difficulty pools, teachers and temperature, for each environment
     with its own settings."""
     settings, run = config.orchestrator, "orchestrator"
-    if settings.sampling.temperature == 0:
-        yield f"{run}.sampling.temperature", GREEDY
+    yield from check_greedy(run, settings.sampling)
     for i, env in enumerate(settings.environment):
         key, teacher = f"{run}.environment.{i}", env.teacher or settings.teacher
-        if env.sampling.temperature == 0:
-            yield f"{key}.sampling.temperature", GREEDY
+        yield from check_greedy(key, env.sampling)
         if isinstance(env.credit or settings.credit, NoCreditConfig) and not teacher:
             yield (
                 f"{key if env.credit else run}.credit.type",
@@ -330,7 +329,17 @@ def check_credit(config: RLConfig) -> Iterator[Problem]:
             )
 
 
-GREEDY = "is greedy: all rollouts of a group would be identical; raise it"
+GREEDY = {"temperature": (0, "raise"), "top_k": (1, "raise"), "min_p": (1, "lower")}
+"""Values of sampling with which the likeliest token is taken, each with its remedy."""
+
+
+def check_greedy(key: str, sampling: SamplingOverrides) -> Iterator[Problem]:
+    for name, (value, remedy) in GREEDY.items():
+        if getattr(sampling, name) == value:
+            yield (
+                f"{key}.sampling.{name}",
+                f"is greedy: all rollouts of a group would be identical; {remedy} it",
+            )
 
 
 def check_loss(loss: AnyLossConfig, several_steps: bool = False) -> Iterator[Problem]:
@@ -517,10 +526,18 @@ def warnings_of(config: RLConfig) -> Iterator[tuple[str, str]]:
     for key in sorted(truncated):
         yield (
             key,
-            "truncates what inference samples, unless no token of the model is left out; the "
-            "trainer does not know which (trainer.max_kept = 0, or NeMo Gym): importance ratios "
-            "come out below 1 and mismatch_kl above 0 even on-policy",
+            "truncates what inference samples, but the trainer does not know which tokens are left "
+            "(trainer.max_kept = 0, or NeMo Gym): importance ratios come out below 1 and "
+            "mismatch_kl above 0 even on-policy. A value that leaves all tokens does no harm",
         )
+    most = config.trainer.max_kept
+    for key, env in sections(config.orchestrator):
+        if isinstance(env, EnvConfig) and config.sampling_of(env).get("top_k", 0) > most > 0:
+            yield (
+                f"{'orchestrator' if env.sampling.top_k is None else key}.sampling.top_k",
+                f"is above trainer.max_kept = {most}: a token of which more ids are kept, but not "
+                "the whole vocabulary, is not trained",
+            )
 
 
 def exposure(config: RLConfig) -> list[str]:

@@ -291,6 +291,8 @@ class Console:
                     self._explain(PASS, f"  {PASS}")
                 self._note_eval(line["step"], line)
             if text := parity_warning(line, RUN_LIMITS[self.config.model.dtype]):
+                if self.config.truncates(sys.maxsize, replayed=False):
+                    text += "; sampling is truncated, which the trainer does not know of"
                 self.say(f"warning: step {line['step']}: {text}")
             self._warn_of_checkpoints(line)
         for step in sorted({step for step, _ in self.lines if self._complete(step)}):

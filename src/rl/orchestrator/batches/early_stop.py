@@ -140,7 +140,8 @@ def only_failures(groups: Sequence[Group], limit: int) -> str:
     if why == "kept_overflow":
         return (
             f"at every token in {which} sampling kept more ids than trainer.max_kept, so none "
-            "can be trained; raise it, or set orchestrator.sampling.top_k"
+            "can be trained; begin a new run with orchestrator.sampling.top_k of at most that, "
+            "or with a higher trainer.max_kept"
         )
     if why == "truncated":
         return (
