@@ -65,6 +65,9 @@ def test_seconds_are_those_of_all_starts(tmp_path, clock):
     meter.write()
     assert spent(config)[3]["cost/machine_s"] == 136.0
     assert spent(config)[3]["cost/total"] == pytest.approx(0.272)
+    free = config_of(tmp_path)
+    Meter(free, free.run_dir).write()
+    assert spent(config)[3]["cost/total"] == 0.0, "not the total at a price of before"
     cut_metrics(config.run_dir.metrics, 1)  # --resume 1
     assert Meter(config, config.run_dir).spent == seconds
 

@@ -35,6 +35,8 @@ class Meter:
         """The step that the next line belongs to."""
         self.spent: Any = Counter({name: line[name] for name in line if name.endswith("_s")})
         """Seconds by metric."""
+        # without a price now, a total of an earlier start's would stay
+        self.is_priced = "cost/total" in line or any(config.cost.model_dump().values())
 
     def note(self, lines: list[dict[str, Any]]) -> None:
         """Takes new lines of metrics.jsonl, and writes one of its own after a step. Call it
@@ -64,7 +66,7 @@ class Meter:
         self._look()
         values = dict(self.spent)
         with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
-            if any(self.config.cost.model_dump().values()):
+            if self.is_priced:
                 self.numbers.refresh()
                 values["cost/total"] = self.config.cost.price(totals(self.numbers) | values)
             log = MetricsLog(self.run_dir.metrics, "rl")  # a repair replaces the file
