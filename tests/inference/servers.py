@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -82,15 +82,11 @@ class Server:
 
     def engine_pid(self) -> int | None:
         """The engine's process, once it is there."""
-        children = psutil.Process(self.process.pid).children()
-        return next(
-            (
-                child.pid
-                for child in children
-                if "EngineCore" in " ".join([*child.cmdline(), child.name()])
-            ),
-            None,
-        )
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                if "EngineCore" in " ".join([*child.cmdline(), child.name()]):
+                    return child.pid
+        return None
 
     @contextmanager
     def held(self) -> Iterator[None]:
