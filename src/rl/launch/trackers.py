@@ -171,8 +171,8 @@ def table_rows(run_dir: RunDir, step: int) -> Iterator[list[Any]]:
 
 class TensorboardLog:
     """Writes event files in `tensorboard/` of the run. Each start rewrites them from
-    metrics.jsonl, and no step of a metric is in them twice, but of totals: of a step that was
-    trained again after a crash they have the first values."""
+    metrics.jsonl. Of a step that was trained again after a crash they have the first values alone,
+    but every total."""
 
     failures = (OSError,)
 

@@ -68,9 +68,9 @@ export function useMoving(list, ids, limit, chosen, choose, find) {
   }, [list?.offset]);
   const begun = useRef({ list: "", state: "" }), page = useRef(here().page);
   useEffect(() => {  // at first the first row is open, if there is room beside the list, and the row of a link is in sight
-    const { run, values } = here(), of = [...run, values.kind].join(), id = chosen(values), known = !id || ids.includes(id);
+    const { page: shown, run, values } = here(), of = [...run, values.kind].join(), id = chosen(values), known = !id || ids.includes(id);
     const state = begun.current.list === of ? begun.current.state : "";
-    if (!list || state === "done" || (state && !known) || here().page !== page.current) return;  // the rows may come while one leaves
+    if (!list || state === "done" || (state && !known) || shown !== page.current) return;  // the rows may come while one leaves
     begun.current = { list: of, state: known || !find ? "done" : "sought" };
     if (!known) find?.(id).then((at) => at >= 0 && change({ offset: at - at % limit || null }, true));
     else open(!id && innerWidth > 800 && ids[0] ? choose(ids[0]) : {});
